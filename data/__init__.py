@@ -1,0 +1,1 @@
+"""Pictures and captions become token shards, and token shards become a training stream."""

@@ -1,0 +1,149 @@
+"""Pictures + captions -> token shards, with an image tokenizer; the language model is never loaded.
+
+    python -m data.encode source=emoji out=runs/data/emoji/train split=train shards=16
+
+Safe to stop at any moment: finished shards are kept, and the same command goes on to the same bytes.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from data.shards import MANIFEST, Manifest, Sample, Shard, describe_shard, read_manifest, read_shard, shard_name, write_shard
+from data.sources import Item, Source, open_picture, open_source
+from heads.cli import key, main
+from heads.files import read_json, write_json
+from heads.tokenizers import ImageTokenizer, load_tokenizer
+
+PLAN = "encode.json"
+MAX_BROKEN = 0.01
+
+
+@dataclass
+class EncodeConfig:
+    source: str = key("emoji", "emoji, or folder:PATH with captions in metadata.jsonl or .txt files")
+    out: str = key("runs/data/emoji/train", "folder for the shards and their manifest")
+    split: str = key("train", "train, validation or test; for a folder also all")
+    shards: int = key(16, "number of shard files")
+    tokenizer: str = key("emoji", "folder of an image tokenizer; emoji is the demo's own")
+    copies: int = key(1, "emoji only: mirrored and shifted copies of a training picture, the original included")
+    batch_size: int = key(64, "pictures encoded at once")
+    seed: int = key(0, "order of the samples over the shards")
+    overwrite: bool = key(False, "delete what another encode left in out")
+    smoke: bool = key(False, "16 pictures only")
+
+
+def encode(
+    source: Source,
+    tokenizer: ImageTokenizer,
+    out: str | Path,
+    split: str,
+    *,
+    shards: int = 16,
+    batch_size: int = 64,
+    seed: int = 0,
+    limit: int | None = None,
+    overwrite: bool = False,
+) -> Manifest:
+    """Encode one split of a source into `out`. Returns the manifest.
+
+    Raises ValueError if another encode lies in `out`, if a picture list is empty, or if over 1 % of the pictures (and
+    more than one) cannot be read.
+    """
+    out = Path(out)
+    if shards < 1:
+        raise ValueError(f"shards is {shards}; at least 1 is needed")
+    items = source.items(split)[:limit]
+    if not items:
+        raise ValueError(f"source {source.name} has no picture in split {split!r}")
+    order = np.random.default_rng(seed).permutation(len(items))
+    chunks = [[items[i] for i in part] for part in np.array_split(order, min(shards, len(items)))]
+    plan = {
+        "source": source.name,
+        "split": split,
+        "tokenizer": tokenizer.fingerprint,
+        "image_size": tokenizer.image_size,
+        "shards": len(chunks),
+        "items": hashlib.sha256("\n".join(f"{i.key} {i.caption}" for c in chunks for i in c).encode()).hexdigest(),
+    }
+    claim(out, plan, overwrite)
+    if (out / MANIFEST).is_file():
+        return read_manifest(out)
+    grid = (tokenizer.image_size // tokenizer.patch,) * 2
+    done: list[Shard] = []
+    broken: list[str] = []
+    with tqdm(total=len(items), desc=f"encode {source.name} {split}", unit="img") as bar:
+        for index, chunk in enumerate(chunks):
+            path = out / shard_name(index)
+            if path.is_file():
+                shard = describe_shard(path, sum(isinstance(s, Sample) for s in read_shard(path)))
+            else:
+                shard = write_shard(path, list(_encode(chunk, tokenizer, batch_size, broken)), tokenizer.codebook_size)
+            bar.update(len(chunk))
+            done.append(shard)
+            skipped = sum(len(c) for c in chunks[: index + 1]) - sum(s.samples for s in done)
+            if skipped > max(1, MAX_BROKEN * len(items)):
+                raise ValueError(f"{skipped} of {len(items)} pictures cannot be read, more than 1 %; last: {broken[-1:]}")
+    skipped = len(items) - sum(s.samples for s in done)
+    for line in broken:
+        tqdm.write(f"skipped: {line}")
+    manifest = Manifest(
+        grid, tokenizer.fingerprint, tokenizer.codebook_size, source.name, source.licence, split, tuple(done), skipped
+    )
+    manifest.save(out)
+    return manifest
+
+
+def claim(out: Path, plan: dict, overwrite: bool) -> None:
+    """Mark `out` as the place of this plan. Raises ValueError if it is the place of another."""
+    if (out / PLAN).is_file() and read_json(out / PLAN) != plan:
+        if not overwrite:
+            theirs = read_json(out / PLAN)
+            differing = ", ".join(f"{k}: {theirs.get(k)!r} there, {v!r} here" for k, v in plan.items() if theirs.get(k) != v)
+            raise ValueError(f"{out} holds another encode ({differing}); choose another out, or overwrite=true")
+        for path in [out / MANIFEST, *out.glob("shard-*.tar")]:
+            path.unlink(missing_ok=True)
+    write_json(out / PLAN, plan)
+
+
+def _encode(chunk: Sequence[Item], tokenizer: ImageTokenizer, batch: int, broken: list[str]) -> Iterator[Sample]:
+    for start in range(0, len(chunk), batch):
+        kept, pictures = [], []
+        for item in chunk[start : start + batch]:
+            try:
+                picture = open_picture(item, tokenizer.image_size)
+            except ValueError as error:
+                broken.append(str(error))
+                continue
+            kept.append(item)
+            pictures.append(torch.from_numpy(np.array(picture)).permute(2, 0, 1))
+        if not kept:
+            continue
+        tokens = tokenizer.encode(torch.stack(pictures).float() / 255)
+        for item, codes in zip(kept, tokens.cpu().numpy(), strict=True):
+            yield Sample(item.key, codes, item.caption, {"file": item.path.name})
+
+
+def run(config: EncodeConfig) -> None:
+    source = open_source(config.source, config.copies)
+    manifest = encode(
+        source,
+        load_tokenizer(config.tokenizer),
+        config.out,
+        config.split,
+        shards=config.shards,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        limit=16 if config.smoke else None,
+        overwrite=config.overwrite,
+    )
+    print(f"{manifest.samples} samples in {len(manifest.shards)} shards ({manifest.skipped} skipped): {config.out}")
+
+
+if __name__ == "__main__":
+    main(run, EncodeConfig, __doc__)

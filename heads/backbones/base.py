@@ -1,0 +1,277 @@
+"""The contract every backbone fulfils, written once; an adapter says only where its family differs.
+
+A backbone maps prompts and image tokens to hidden states h (before the final norm) aligned with the grid: h[y, x] is
+the state whose LM-head output is the distribution of the token at (y, x). It is frozen and in eval mode for ever.
+Image tokens are codes 0..V-1 everywhere outside an adapter; only adapters know vocabulary ids.
+"""
+
+import hashlib
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from heads.backbones.cache import RaggedCache
+from heads.files import read_json
+from heads.grid import TokenGrid
+
+CARD = "draftgrid.json"
+"""A file beside the weights that names the adapter, the grid and the unconditional prompt of a checkpoint."""
+ADAPTERS = {"emu3": "heads.backbones.emu3:Emu3Backbone"}
+ASSETS = Path(__file__).parent.parent / "assets"
+
+
+@dataclass
+class DecodeState:
+    """What decoding keeps between forwards. Rows are the B samples of each of the G guidance branches."""
+
+    cache: RaggedCache
+    branches: int
+    """G: 2 with guidance (conditional rows first, then unconditional), else 1."""
+    prompt_lengths: list[int]
+    """(G * B,) tokens of each row's prompt; image slot s is written at prompt_length + s."""
+    slots: list[int]
+    """(B,) sequence slots kept after the prompt."""
+
+    @property
+    def batch(self) -> int:
+        return len(self.slots)
+
+
+class Backbone(nn.Module, ABC):
+    """One frozen model. Subclasses set the attributes and write the abstract methods; the rest is common.
+
+    Attributes: `model` (the Hugging Face model), `grid`, `hidden_size`, `image_vocab_size`, `name`.
+    """
+
+    adapter: ClassVar[str]
+    model: nn.Module
+    grid: TokenGrid
+    hidden_size: int
+    image_vocab_size: int
+    name: str
+
+    # What an adapter writes ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def prompt_ids(self, prompts: Sequence[str | None]) -> list[Tensor]:
+        """One 1-D id tensor per prompt, ending with the last header token; None is the unconditional prompt."""
+
+    @abstractmethod
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Image codes (...,) -> input embeddings e (..., D)."""
+
+    @abstractmethod
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        """Vocabulary ids (of prompts and structure tokens) -> (..., D)."""
+
+    @abstractmethod
+    def structure_ids(self) -> list[int]:
+        """The `grid.row_end` vocabulary ids that end a row."""
+
+    @abstractmethod
+    def trunk(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache | None) -> Tensor:
+        """(R, L, D) input embeddings -> (R, L, D) hidden states before the final norm."""
+
+    @abstractmethod
+    def logits(self, h: Tensor) -> Tensor:
+        """(..., D) states before the final norm -> (..., V) logits over the image vocabulary only."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Tensor]:
+        """The weights heads depend on: image rows of embedding and LM head, and the final norm."""
+
+    # What all share --------------------------------------------------------------------------------------------------
+
+    def freeze(self) -> "Backbone":
+        self.requires_grad_(False)
+        return self.train(False)
+
+    def train(self, mode: bool = True) -> "Backbone":
+        """A frozen backbone stays in eval mode whatever a surrounding module asks for."""
+        frozen = not any(p.requires_grad for p in self.parameters())
+        return super().train(mode and not frozen)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over names, shapes and bf16 bytes of `identity()`: independent of library version and load dtype."""
+        if not hasattr(self, "_fingerprint"):
+            digest = hashlib.sha256()
+            for name, tensor in sorted(self.identity().items()):
+                digest.update(f"{name}{tuple(tensor.shape)}".encode())
+                digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+    def states(self, tokens: Tensor, prompts: Sequence[str | None]) -> tuple[Tensor, Tensor]:
+        """Teacher-forced states of whole pictures.
+
+        tokens (B, H, W) codes, one prompt each (None = unconditional) -> h, e, both (B, H, W, D), aligned as the module
+        text says. One causal forward over prompt and picture; rows are padded behind their end, where nothing sees it.
+        Raises ValueError if the tokens do not fit the grid or the vocabulary.
+        """
+        B, H, W = tokens.shape
+        self.check_tokens(tokens)
+        if len(prompts) != B:
+            raise ValueError(f"{len(prompts)} prompts for {B} pictures")
+        ids = self.prompt_ids(prompts)
+        lengths = [len(i) for i in ids]
+        flat = tokens.view(B, H * W)
+        slots = self.grid.slots - 1  # the last token is predicted, never fed
+        picture = self._fed_embeds(flat, torch.zeros(B, 1, dtype=torch.long, device=tokens.device), slots)
+        R = max(lengths) + slots
+        embeds = picture.new_zeros(B, R, picture.shape[-1])
+        for b, prompt in enumerate(ids):
+            embeds[b, : lengths[b]] = self.embed_ids(prompt.to(self.device))
+            embeds[b, lengths[b] : lengths[b] + slots] = picture[b]
+        out = self.trunk(embeds, torch.arange(R, device=self.device)[None], None, None)
+        start = torch.tensor(lengths, device=self.device)[:, None] - 1
+        where = start + self.grid.image_slots().to(self.device)
+        h = out.gather(1, where[..., None].expand(-1, -1, out.shape[-1]))
+        return h.view(B, H, W, -1), self.embed(tokens)
+
+    def check_tokens(self, tokens: Tensor) -> None:
+        B, H, W = tokens.shape
+        if (H, W) != (self.grid.height, self.grid.width):
+            raise ValueError(f"tokens are {H}x{W}, but the backbone's grid is {self.grid.height}x{self.grid.width}")
+        if tokens.numel() == 0:
+            raise ValueError("no image tokens in the batch")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.image_vocab_size:
+            raise ValueError(f"image tokens reach {low}..{high}; the backbone knows 0..{self.image_vocab_size - 1}")
+
+    @torch.inference_mode()
+    def start(self, prompts: Sequence[str], guidance: float = 1.0) -> tuple[DecodeState, Tensor]:
+        """Prefill: the prompts (and, with guidance != 1, as many unconditional ones) in one forward.
+
+        Returns the state and h[0, 0] as (G, B, 1, D).
+        """
+        rows: list[str | None] = [*prompts]
+        if guidance != 1.0:
+            rows += [None] * len(prompts)
+        ids = self.prompt_ids(rows)
+        lengths = [len(i) for i in ids]
+        longest = max(lengths)
+        # A ragged window is padded behind its end; the pads need a place in the cache too.
+        cache = RaggedCache(self.layers, longest + 2 * self.grid.height * self.grid.stride)
+        embeds = torch.zeros(len(rows), longest, self.hidden_size, dtype=self.dtype, device=self.device)
+        for r, prompt in enumerate(ids):
+            embeds[r, : lengths[r]] = self.embed_ids(prompt.to(self.device))
+        positions, _ = cache.aim([0] * len(rows), longest, self.device)
+        h = self.trunk(embeds, positions, cache.mask(positions, self.dtype), cache)
+        last = torch.tensor(lengths, device=self.device) - 1
+        h = h[torch.arange(len(rows), device=self.device), last]
+        G = len(rows) // len(prompts)
+        return DecodeState(cache, G, lengths, [0] * len(prompts)), h.view(G, len(prompts), 1, -1)
+
+    @torch.inference_mode()
+    def forward(self, state: DecodeState, tokens: Tensor, first: list[int]) -> Tensor:
+        """One step: feed L image tokens per sample and read the states behind them.
+
+        tokens (B, L) are the codes at positions first[b] .. first[b] + L - 1; the cache must hold exactly what comes
+        before (`rollback` sees to it). Returns h (G, B, L, D) of positions first[b] + 1 .. first[b] + L. Structure
+        tokens travel with the row's last token and cost no forward of their own.
+        """
+        B, L = tokens.shape
+        grid = self.grid
+        begin = [f // grid.width * grid.stride + f % grid.width for f in first]
+        assert begin == state.slots, f"cache holds {state.slots} slots, the window begins at {begin}"
+        end = [(f + L) // grid.width * grid.stride + (f + L) % grid.width for f in first]
+        S = max(e - b for b, e in zip(begin, end, strict=True))
+        start = torch.tensor(begin, device=self.device)[:, None]
+        embeds = self._fed_embeds(tokens, start, S, torch.tensor(first, device=self.device)[:, None])
+        G = state.branches
+        where = [p + begin[r % B] for r, p in enumerate(state.prompt_lengths)]
+        positions, _ = state.cache.aim(where, S, self.device)
+        mask = state.cache.mask(positions, self.dtype)
+        h = self.trunk(embeds.repeat(G, 1, 1), positions, mask, state.cache)
+        state.slots = end
+        if S > L:
+            position = torch.tensor(first, device=self.device)[:, None] + torch.arange(1, L + 1, device=self.device)
+            index = (grid.slot(position) - 1 - start).repeat(G, 1)
+            h = h.gather(1, index[..., None].expand(-1, -1, h.shape[-1]))
+        return h.view(G, B, L, -1)
+
+    def rollback(self, state: DecodeState, keep: list[int]) -> None:
+        """Forget what was fed behind the first `keep[b]` image positions of each sample. Raises ValueError if too far."""
+        grid = self.grid
+        slots = [k // grid.width * grid.stride + k % grid.width for k in keep]
+        if any(not 0 <= s <= held for s, held in zip(slots, state.slots, strict=True)):
+            raise ValueError(f"rollback to {slots} slots, but the cache holds {state.slots}")
+        state.slots = slots
+
+    def _fed_embeds(self, tokens: Tensor, start: Tensor, count: int, first: Tensor | None = None) -> Tensor:
+        """(B, L) codes -> (B, count, D) inputs from slot start[b] on, structure tokens in between.
+
+        `first` (B, 1) is the position of tokens[:, 0]. Slots behind the last token repeat it: padding nobody sees.
+        """
+        grid = self.grid
+        slot = start + torch.arange(count, device=tokens.device)
+        column = slot % grid.stride
+        position = slot // grid.stride * grid.width + column.clamp(max=grid.width - 1)
+        index = (position - (0 if first is None else first)).clamp(0, tokens.shape[1] - 1)
+        embeds = self.embed(tokens.gather(1, index))
+        if grid.row_end:
+            table = self.embed_ids(torch.tensor(self.structure_ids(), device=tokens.device))
+            row_end = table[(column - grid.width).clamp(min=0)]
+            embeds = torch.where((column >= grid.width)[..., None], row_end, embeds)
+        return embeds
+
+    @property
+    @abstractmethod
+    def layers(self) -> int:
+        """Transformer layers, one cache entry each."""
+
+    @classmethod
+    @abstractmethod
+    def from_pretrained(cls, folder: Path, **settings: Any) -> "Backbone": ...
+
+
+def resolve_checkpoint(name: str | Path) -> Path:
+    """A folder, or the name of one shipped with the package (`emoji`). Raises ValueError if there is neither."""
+    for path in (Path(name), ASSETS / str(name)):
+        if path.is_dir():
+            return path
+    raise ValueError(f"{str(name)!r} is neither a folder nor a shipped checkpoint ({', '.join(shipped()) or 'none'})")
+
+
+def shipped() -> list[str]:
+    return sorted(p.name for p in ASSETS.iterdir() if p.is_dir() and not p.name.startswith(("_", ".")))
+
+
+def load_backbone(
+    checkpoint: str | Path = "emoji",
+    *,
+    adapter: str | None = None,
+    grid: tuple[int, int] | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> Backbone:
+    """Load a frozen backbone from a folder, or the demo's by the name `emoji`.
+
+    `adapter` and `grid` default to what the checkpoint's draftgrid.json says. Raises ValueError for an unknown adapter,
+    a missing folder, and weights that lack a key or carry one too many.
+    """
+    path = resolve_checkpoint(checkpoint)
+    card = read_json(path / CARD) if (path / CARD).is_file() else {}
+    adapter = adapter or card.get("adapter")
+    if adapter not in ADAPTERS:
+        raise ValueError(f"backbone adapter is {adapter!r}; known: {', '.join(ADAPTERS)}")
+    module, _, name = ADAPTERS[adapter].partition(":")
+    family = getattr(importlib.import_module(module), name)
+    settings = {"grid": grid or card.get("grid"), "unconditional": card.get("unconditional")}
+    backbone = family.from_pretrained(path, dtype=dtype, **{k: v for k, v in settings.items() if v is not None})
+    return backbone.to(device).freeze()

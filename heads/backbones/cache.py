@@ -1,0 +1,76 @@
+"""A key-value cache whose rows may stand at different lengths: preallocated, written in place, rolled back by a number.
+
+Slot number = position id, so a query at position P sees exactly the slots 0..P of its own row and nothing stale: what
+lies behind a row's length is overwritten before a later query can reach it. No padding is ever visible.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class _Layer(CacheLayerMixin):
+    """One layer's keys and values, (R, heads, capacity, head_dim)."""
+
+    def __init__(self, cache: "RaggedCache") -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        R, heads, _, _ = key_states.shape
+        self.keys = key_states.new_zeros(R, heads, self.cache.capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(R, heads, self.cache.capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        write, seen = self.cache.write, self.cache.seen
+        if isinstance(write, slice):
+            self.keys[:, :, write] = key_states
+            self.values[:, :, write] = value_states
+        else:
+            rows = torch.arange(len(write), device=write.device)[:, None]
+            self.keys[rows, :, write] = key_states.transpose(1, 2)
+            self.values[rows, :, write] = value_states.transpose(1, 2)
+        return self.keys[:, :, :seen], self.values[:, :, :seen]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.seen, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.seen
+
+    def get_max_length(self) -> int:
+        return self.cache.capacity
+
+
+class RaggedCache(Cache):
+    """Call `aim` before each forward: it says where the coming tokens are written and how many slots are read."""
+
+    def __init__(self, layers: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.write: Tensor | slice = slice(0, 0)
+        self.seen = 0
+        super().__init__(layers=[_Layer(self) for _ in range(layers)])
+
+    def aim(self, first: list[int], length: int, device: torch.device) -> tuple[Tensor, slice | Tensor]:
+        """Rows write `length` slots from `first[r]` on. Returns position ids (R or 1, length) and the slots written."""
+        self.seen = max(first) + length
+        if self.seen > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} slots, the window ends at {self.seen}")
+        if len(set(first)) == 1:
+            self.write = slice(first[0], first[0] + length)
+            positions = torch.arange(first[0], first[0] + length, device=device)[None]
+        else:
+            positions = torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)
+            self.write = positions
+        return positions, self.write
+
+    def mask(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Additive (R or 1, 1, L, seen) mask: slot <= position. None where a single query sees every slot read."""
+        if positions.shape == (1, 1):
+            return None
+        hidden = torch.arange(self.seen, device=positions.device) > positions[:, None, :, None]
+        return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, torch.finfo(dtype).min)

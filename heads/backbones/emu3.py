@@ -1,0 +1,165 @@
+"""Emu3 (BAAI, arXiv 2409.18869) through transformers' Emu3ForConditionalGeneration.
+
+Prompt: BOS, caption, begin-of-image, "H*W" as text, image-token marker; then rows of W codes, each ended by
+`<|extra_200|>`. h[0, 0] is the state at the image-token marker.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.backbones.base import CARD, Backbone
+from heads.backbones.cache import RaggedCache
+from heads.files import write_json
+from heads.grid import TokenGrid
+
+NEGATIVE_PROMPT = (
+    "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
+    "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
+)
+"""The negative prompt of Emu3's published generation example; guidance uses it as the unconditional branch."""
+ROW_END = "<|extra_200|>"
+
+
+class Emu3Backbone(Backbone):
+    adapter = "emu3"
+
+    def __init__(
+        self,
+        model: Any,
+        processor: Any,
+        grid: tuple[int, int] = (90, 90),
+        unconditional: str = NEGATIVE_PROMPT,
+        name: str = "emu3",
+    ) -> None:
+        super().__init__()
+        self.model, self.processor, self.name, self.unconditional = model, processor, name, unconditional
+        self.text = model.model.text_model
+        self.grid = TokenGrid(*grid, row_end=1)
+        self.hidden_size = model.config.text_config.hidden_size
+        vocabulary = model.config.vocabulary_map or {}
+        codes = {int(k[-8:-2]): v for k, v in vocabulary.items() if k.startswith("<|visual token")}
+        if not codes or ROW_END not in vocabulary:
+            raise ValueError(f"{name}: config.vocabulary_map lacks '<|visual token ...|>' or {ROW_END!r}; is it an Emu3?")
+        if sorted(codes) != list(range(len(codes))):
+            raise ValueError(f"{name}: config.vocabulary_map names {len(codes)} visual tokens with gaps in their numbers")
+        self.image_vocab_size = len(codes)
+        ids = torch.tensor([codes[c] for c in range(len(codes))])
+        self.register_buffer("image_ids", ids, persistent=False)
+        # The published vocabulary lists visual tokens in order, so image rows are one slice, a view and no copy.
+        first = int(ids[0])
+        self._rows = slice(first, first + len(ids)) if torch.equal(ids, torch.arange(len(ids)) + first) else None
+        self._row_end = vocabulary[ROW_END]
+
+    @classmethod
+    def from_model(cls, model: Any, processor: Any, **settings: Any) -> "Emu3Backbone":
+        """Wrap a model the caller already holds (finetuned, quantised); it is frozen and put in eval mode."""
+        backbone = cls(model, processor, **settings)
+        backbone.freeze()
+        return backbone
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, dtype: torch.dtype | None = None, **settings: Any) -> "Emu3Backbone":
+        """Raises ValueError naming a key the weights lack or have too many; the pixel decoder alone may be absent."""
+        from transformers import Emu3ForConditionalGeneration
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # what it would warn of is raised below
+        try:
+            model, info = Emu3ForConditionalGeneration.from_pretrained(
+                folder, dtype=dtype or "auto", output_loading_info=True, local_files_only=True
+            )
+        except OSError as error:
+            raise ValueError(f"no Emu3 checkpoint in {folder}: {str(error).splitlines()[0]}") from None
+        finally:
+            logging.set_verbosity(verbosity)
+        missing = sorted(k for k in info["missing_keys"] if not k.startswith("model.vqmodel."))
+        wrong = sorted(str(k) for k in [*info["unexpected_keys"], *info["mismatched_keys"]])
+        if missing or wrong:
+            raise ValueError(f"{folder}: weights lack {missing[:3] or 'nothing'} and have unknown or misshapen {wrong[:3]}")
+        if any(k.startswith("model.vqmodel.") for k in info["missing_keys"]):
+            model.model.vqmodel = nn.Identity()  # saved without its pixel decoder: hold no random one
+        return cls(model, load_processor(folder), name=folder.name, **settings)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Weights as they are (without a pixel decoder that was never loaded), processor files and draftgrid.json."""
+        folder = Path(folder)
+        state = {k: v for k, v in self.model.state_dict().items() if not k.startswith("model.vqmodel.")}
+        self.model.save_pretrained(folder, state_dict=state)
+        self.processor.save_pretrained(folder)
+        card = {
+            "adapter": self.adapter,
+            "grid": [self.grid.height, self.grid.width],
+            "unconditional": self.unconditional,
+        }
+        write_json(folder / CARD, card)
+
+    @property
+    def layers(self) -> int:
+        return self.model.config.text_config.num_hidden_layers
+
+    def prompt_ids(self, prompts: Sequence[str | None]) -> list[Tensor]:
+        grid, scale = self.grid, self.processor.downsample_ratio
+        texts = [self.unconditional if p is None else p for p in prompts]
+        rows = self.processor(
+            text=texts,
+            return_for_image_generation=True,
+            ratio=f"{grid.width}:{grid.height}",
+            image_area=grid.positions * scale * scale,
+        )
+        size = rows.pop("image_sizes")[0]
+        if list(size) != [grid.height, grid.width]:
+            raise ValueError(f"the processor plans a {size[0]}x{size[1]} grid for {grid.height}x{grid.width}")
+        return [torch.tensor(row) for row in rows["input_ids"]]
+
+    def structure_ids(self) -> list[int]:
+        return [self._row_end]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        ids = tokens + self._rows.start if self._rows else self.image_ids[tokens]
+        return self.text.embed_tokens(ids)
+
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        return self.text.embed_tokens(ids)
+
+    def trunk(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache | None) -> Tensor:
+        kept: list[Tensor] = []
+        hook = self.text.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+        try:
+            self.text(
+                inputs_embeds=embeds,
+                position_ids=positions,
+                attention_mask=mask,
+                cache=cache,
+                use_cache=cache is not None,
+            )
+        finally:
+            hook.remove()
+        (h,) = kept
+        return h
+
+    def _image_rows(self, weight: Tensor) -> Tensor:
+        return weight[self._rows] if self._rows else weight[self.image_ids]
+
+    def logits(self, h: Tensor) -> Tensor:
+        head = self.model.lm_head
+        return nn.functional.linear(self.text.norm(h), self._image_rows(head.weight).to(h.dtype))
+
+    def identity(self) -> dict[str, Tensor]:
+        return {
+            "embedding": self._image_rows(self.text.embed_tokens.weight),
+            "image_head": self._image_rows(self.model.lm_head.weight),
+            "final_norm": self.text.norm.weight,
+        }
+
+
+def load_processor(folder: Path) -> Any:
+    from transformers import AutoTokenizer, Emu3ImageProcessor, Emu3Processor
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return Emu3Processor(Emu3ImageProcessor(), tokenizer)

@@ -1,0 +1,209 @@
+"""The LightningModules, thin: heads on a frozen backbone, and the demo backbone itself.
+
+They own loss, optimizer and logging and are handed their network. A statistic is a sum and a count, divided last and
+over all ranks (torchmetrics.MeanMetric).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from heads.backbones.base import Backbone
+from heads.cli import key
+from heads.grid import offset_name
+from heads.mtp import MTPHeads
+from heads.objective import acceptance, entropy, mix_guidance, smooth_l1
+
+UNCERTAIN = 0.5
+"""Nats: positions whose H(p) is at least this are reported apart; the rest is plain background any guess gets right."""
+
+
+@dataclass
+class OptimConfig:
+    lr: float = key(1e-3, "peak learning rate of AdamW")
+    warmup: int = key(50, "steps of linear warm-up, then cosine decay")
+    final: float = key(0.05, "last learning rate, as a share of the peak")
+    weight_decay: float = key(0.01, "on matrices, not on norms")
+    beta2: float = key(0.99, "AdamW's second-moment decay")
+
+
+def adamw(parameters: Sequence[nn.Parameter], config: OptimConfig, steps: int) -> dict[str, Any]:
+    """Lightning's optimizer dictionary: AdamW, linear warm-up, cosine to `final` of the peak at the last step."""
+    if config.lr <= 0:
+        raise ValueError(f"optim.lr is {config.lr}; it must be positive")
+    decay = [p for p in parameters if p.ndim >= 2]
+    rest = [p for p in parameters if p.ndim < 2]
+    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, config.beta2))
+
+    def factor(step: int) -> float:
+        if step < config.warmup:
+            return (step + 1) / config.warmup
+        progress = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
+        return config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def guided_name(guidance: float) -> str:
+    """'acceptance_guidance3'; a module name may hold no dot."""
+    return f"acceptance_guidance{guidance:g}".replace(".", "_")
+
+
+class _Module(L.LightningModule):
+    """Means by name, logged when validation ends. A mean nobody updated is not reported."""
+
+    optim: OptimConfig
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = nn.ModuleDict()
+
+    def add(self, name: str, values: Tensor) -> None:
+        metric = self.means[name]
+        assert isinstance(metric, MeanMetric)
+        metric.update(values.float().mean(), values.numel())
+
+    def report(self) -> dict[str, float]:
+        found = {}
+        for name, metric in self.means.items():
+            assert isinstance(metric, MeanMetric)
+            # Every rank computes, even one that saw nothing: compute() is a collective.
+            if metric.update_called or self.trainer.world_size > 1:
+                value = float(metric.compute())
+                if not math.isnan(value):
+                    found[name] = value
+            metric.reset()
+        return found
+
+    def on_validation_epoch_end(self) -> None:
+        self.figures = self.report()
+        for name, value in self.figures.items():
+            self.log(name, value)
+
+    figures: dict[str, float]
+    """The last validation's figures."""
+
+    def parameters_to_train(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters() if p.requires_grad]
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self.parameters_to_train(), self.optim, self.trainer.max_steps)
+
+
+class HeadsModule(_Module):
+    """Trains heads on the states of a frozen backbone with Smooth-L1; measures what decoding will see."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        heads: MTPHeads,
+        optim: OptimConfig,
+        tables: Mapping[str, Tensor] | None = None,
+        guidance: Sequence[float] = (1.0,),
+    ) -> None:
+        """`tables` holds a (V, V) count table per offset name: the floor of its acceptance."""
+        super().__init__()
+        self.backbone = backbone.freeze()
+        self.heads, self.optim = heads, optim
+        self.tables = dict(tables or {})
+        self.guidance = list(guidance)
+        self.pairs = heads.train_pairs(backbone.grid)
+        kinds = ["smooth_l1", "cosine", "acceptance", "acceptance_uncertain", "acceptance_table", "top1"]
+        names = [f"{kind}/{offset}" for kind in kinds for offset in self.pairs]
+        names += [f"{guided_name(g)}/{offset}" for g in self.guidance if g != 1 for offset in self.pairs]
+        self.means = nn.ModuleDict({n: MeanMetric() for n in [*names, "backbone_nll", "backbone_entropy"]})
+        self.strict_loading = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Heads only: the backbone never enters a checkpoint."""
+        return {k: v for k, v in super().state_dict(*args, **kwargs).items() if k.startswith("heads.")}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Strict about the heads, whatever Lightning asks: a missing or unknown key is an error that names it."""
+        mine = {k.removeprefix("heads."): v for k, v in state_dict.items()}
+        return self.heads.load_state_dict(mine, strict=True, assign=assign)
+
+    def predict(self, h: Tensor, e: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """States (B, T, D) of a picture -> (predicted, true) states (B, N, D) of one offset's targets."""
+        source, target = (index.to(h.device) for index in self.pairs[name])
+        offset = next(o for o in self.heads.offsets if offset_name(o) == name)
+        return self.heads(h[:, source], e[:, source], offset), h[:, target]
+
+    def loss(self, h: Tensor, e: Tensor) -> Tensor:
+        """(B, H, W, D) states and embeddings -> mean over offsets of the mean Smooth-L1."""
+        h, e = h.flatten(1, 2), e.flatten(1, 2)
+        return torch.stack([smooth_l1(*self.predict(h, e, name)) for name in self.pairs]).mean()
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        with torch.no_grad():
+            h, e = self.backbone.states(batch.tokens, batch.captions)
+        loss = self.loss(h, e)
+        self.log("loss", loss, prog_bar=True)
+        if batch.broken:
+            self.log("broken_samples", float(batch.broken), reduce_fx="sum")
+        return loss
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        tokens = batch.tokens.flatten(1)
+        h, e = (s.flatten(1, 2) for s in self.backbone.states(batch.tokens, batch.captions))
+        p = self.backbone.logits(h).float().softmax(-1)
+        self.add("backbone_nll", -p.gather(-1, tokens[..., None]).clamp_min(1e-30).log())
+        self.add("backbone_entropy", entropy(p))
+        uncertain = entropy(p) >= UNCERTAIN
+        for name, (source, target) in self.pairs.items():
+            predicted, true = self.predict(h, e, name)
+            q = self.backbone.logits(predicted.to(h.dtype)).float().softmax(-1)
+            accepted = acceptance(p[:, target], q)
+            self.add(f"smooth_l1/{name}", smooth_l1(predicted, true)[None])
+            self.add(f"cosine/{name}", nn.functional.cosine_similarity(predicted.float(), true.float(), dim=-1))
+            self.add(f"acceptance/{name}", accepted)
+            if (unsure := uncertain[:, target]).any():
+                self.add(f"acceptance_uncertain/{name}", accepted[unsure])
+            self.add(f"top1/{name}", (q.argmax(-1) == p[:, target].argmax(-1)).float())
+            if name in self.tables:
+                floor = self.tables[name].to(p.device)[tokens[:, source]]
+                self.add(f"acceptance_table/{name}", acceptance(p[:, target], floor))
+        for g in self.guidance:
+            if g != 1:
+                self._guided(batch, h, e, g)
+
+    def _guided(self, batch: Any, h: Tensor, e: Tensor, guidance: float) -> None:
+        """Acceptance where p and q are both mixed from the conditional and the unconditional branch."""
+        free, _ = self.backbone.states(batch.tokens, [None] * len(batch.captions))
+        branches = torch.stack([h, free.flatten(1, 2)])
+        p = mix_guidance(self.backbone.logits(branches), guidance).softmax(-1)
+        for name, (_, target) in self.pairs.items():
+            predicted = torch.stack([self.predict(b, e, name)[0] for b in branches]).to(h.dtype)
+            q = mix_guidance(self.backbone.logits(predicted), guidance).softmax(-1)
+            self.add(f"{guided_name(guidance)}/{name}", acceptance(p[:, target], q))
+
+
+class BackboneModule(_Module):
+    """Trains a backbone on image tokens: cross-entropy over the image vocabulary, structure tokens being forced."""
+
+    def __init__(self, backbone: Backbone, optim: OptimConfig) -> None:
+        super().__init__()
+        self.backbone, self.optim = backbone, optim
+        self.means = nn.ModuleDict({"backbone_nll": MeanMetric()})
+
+    def nll(self, batch: Any) -> Tensor:
+        """(B, T) nats of every image token."""
+        h, _ = self.backbone.states(batch.tokens, batch.captions)
+        logits = self.backbone.logits(h).flatten(1, 2).float()
+        return nn.functional.cross_entropy(logits.transpose(1, 2), batch.tokens.flatten(1), reduction="none")
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        loss = self.nll(batch).mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.add("backbone_nll", self.nll(batch))

@@ -1,0 +1,224 @@
+"""The drafting heads: plain modules that predict a frozen backbone's states to the right and below.
+
+OffsetHeads is the paper's form (SSD, arXiv 2606.20543): one head per offset, f(z) = W0 z + SwiGLU(RMSNorm(W0 z)) with
+z = [h; e], where e is the embedding of the token drawn at the cell. The backbone's own final norm and LM head turn a
+predicted state into a draft distribution. Exported heads are a folder: config.json, model.safetensors, README.md.
+"""
+
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from heads.backbones.base import Backbone
+from heads.cli import key
+from heads.files import atomic_folder, read_json, write_json, write_text
+from heads.grid import Offset, TokenGrid, offset_name
+
+FORMAT = 1
+INPUTS = ("h+e", "h", "e")
+
+
+@dataclass
+class HeadsConfig:
+    right: int = key(5, "heads to the right: 1 .. right cells")
+    down: int = key(2, "heads below: 1 .. down rows")
+    width: int = key(0, "hidden width of each head's SwiGLU; 0 = the backbone's hidden size")
+    input: str = key("h+e", "what a head reads: h+e (state and token embedding), h, or e")
+
+    def check(self) -> None:
+        """Raises ValueError naming the field."""
+        if self.right < 0 or self.down < 0 or self.right + self.down == 0:
+            raise ValueError(f"heads.right is {self.right} and heads.down is {self.down}; at least one head is needed")
+        if self.width < 0:
+            raise ValueError(f"heads.width is {self.width}; use 0 for the backbone's hidden size, or a positive width")
+        if self.input not in INPUTS:
+            raise ValueError(f"heads.input is {self.input!r}; use one of {', '.join(INPUTS)}")
+
+    @property
+    def offsets(self) -> list[Offset]:
+        return [(0, x) for x in range(1, self.right + 1)] + [(y, 0) for y in range(1, self.down + 1)]
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """The backbone heads belong to."""
+
+    name: str
+    fingerprint: str
+    hidden_size: int
+    grid: tuple[int, int]
+
+    @classmethod
+    def of(cls, backbone: Backbone) -> "TrainedOn":
+        grid = (backbone.grid.height, backbone.grid.width)
+        return cls(backbone.name, backbone.fingerprint, backbone.hidden_size, grid)
+
+
+class OffsetHead(nn.Module):
+    """(..., k D) -> (..., D): W0 z + SwiGLU(RMSNorm(W0 z))."""
+
+    def __init__(self, inputs: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(inputs, hidden, bias=False)
+        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.gate = nn.Linear(hidden, width, bias=False)
+        self.up = nn.Linear(hidden, width, bias=False)
+        self.down = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, z: Tensor) -> Tensor:
+        base = self.project(z)
+        normed = self.norm(base)
+        return base + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+
+
+class MTPHeads(nn.Module):
+    """What all drafting heads share: what they belong to, saving, loading and refusing a foreign backbone."""
+
+    kind: str
+    config: HeadsConfig
+    trained_on: TrainedOn
+
+    @property
+    def offsets(self) -> list[Offset]:
+        return self.config.offsets
+
+    def train_pairs(self, grid: TokenGrid) -> dict[str, tuple[Tensor, Tensor]]:
+        """{offset name: (source, target) positions} of one picture; an offset that leaves the grid everywhere is left out."""
+        pairs = {offset_name(o): grid.pairs(o) for o in self.offsets}
+        return {name: pair for name, pair in pairs.items() if len(pair[0])}
+
+    def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:
+        """States and embeddings (..., D) of source cells -> predicted states (..., D) of the cells at `offset`."""
+        raise NotImplementedError
+
+    def check(self, backbone: Backbone) -> None:
+        """Raises ValueError, with both fingerprints, unless these heads were trained on this backbone."""
+        mine, theirs = self.trained_on, TrainedOn.of(backbone)
+        if mine.fingerprint != theirs.fingerprint:
+            raise ValueError(
+                f"these heads belong to backbone {mine.name} ({mine.fingerprint[:16]}), "
+                f"but the backbone given is {theirs.name} ({theirs.fingerprint[:16]})"
+            )
+        if mine.grid != theirs.grid:
+            raise ValueError(f"these heads were trained on a {mine.grid} grid, but the backbone draws {theirs.grid}")
+
+    def save_pretrained(self, folder: str | Path, card: str = "", recipe: str = "") -> None:
+        """Write the exported folder, whole or not at all. `card` is the README.md, `recipe` the resolved recipe."""
+        tensors = {k: v.detach().to("cpu").contiguous() for k, v in self.state_dict().items()}
+        empty = [k for k, v in tensors.items() if not v.numel()]
+        if empty:
+            raise ValueError(f"tensors {empty[:3]} are empty; gather the shards of all ranks before exporting")
+        with atomic_folder(folder) as temporary:
+            save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+            config = {
+                "format": FORMAT,
+                "kind": self.kind,
+                "offsets": [offset_name(o) for o in self.offsets],
+                "target": "h_pre",
+                **asdict(self.config),
+                "backbone": asdict(self.trained_on),
+            }
+            write_json(temporary / "config.json", config)
+            write_text(temporary / "README.md", card or "# Draftgrid heads\n")
+            if recipe:
+                write_text(temporary / "recipe.yaml", recipe)
+
+    @classmethod
+    def from_pretrained(cls, folder_or_id: str | Path, backbone: Backbone | None = None) -> "MTPHeads":
+        """Load exported heads from a folder or a Hugging Face hub id (`org/name`); frozen, in eval mode.
+
+        With `backbone`, checks that they belong to it and takes over its device and dtype. Raises ValueError for a
+        missing folder, an unknown format, weights cut short or with a missing, unknown or misshapen tensor.
+        """
+        folder = _download(folder_or_id)
+        config = read_json(folder / "config.json")
+        if config.get("format") != FORMAT or config.get("kind") not in KINDS:
+            raise ValueError(
+                f"{folder}/config.json: format {config.get('format')!r}, kind {config.get('kind')!r}; "
+                f"this version reads format {FORMAT}, kind {' or '.join(KINDS)}"
+            )
+        fields = {k: config[k] for k in HeadsConfig.__dataclass_fields__}
+        owner = config["backbone"]
+        trained_on = TrainedOn(owner["name"], owner["fingerprint"], owner["hidden_size"], tuple(owner["grid"]))
+        heads = KINDS[config["kind"]](HeadsConfig(**fields), trained_on)
+        if backbone is not None:
+            heads.check(backbone)
+        try:
+            tensors = load_file(folder / "model.safetensors")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{folder}/model.safetensors cannot be read ({error}); it may be cut short") from None
+        wanted = {k: tuple(v.shape) for k, v in heads.state_dict().items()}
+        found = {k: tuple(v.shape) for k, v in tensors.items()}
+        if wanted != found:
+            missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+            shapes = sorted(k for k in wanted.keys() & found.keys() if wanted[k] != found[k])
+            raise ValueError(f"{folder}/model.safetensors: missing {missing}, unknown {extra}, misshapen {shapes}")
+        heads.load_state_dict(tensors, assign=True)
+        if backbone is not None:
+            heads = heads.to(backbone.device, backbone.dtype)
+        return heads.requires_grad_(False).eval()
+
+    def push_to_hub(self, repo_id: str, card: str = "", private: bool = False, token: str | None = None) -> str:
+        """Save to a temporary folder and upload it to the Hugging Face hub. Returns the commit's address."""
+        import tempfile
+
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(Path(folder) / "heads", card)
+            return str(api.upload_folder(repo_id=repo_id, folder_path=Path(folder) / "heads"))
+
+
+class OffsetHeads(MTPHeads):
+    """One independent head per offset (the paper's form)."""
+
+    kind = "offsets"
+
+    def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
+        super().__init__()
+        config.check()
+        self.config, self.trained_on = config, trained_on
+        D = trained_on.hidden_size
+        inputs = D * len(config.input.split("+"))
+        for offset in config.offsets:
+            self.add_module(offset_name(offset), OffsetHead(inputs, D, config.width or D))
+
+    def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:
+        reads = {"h": h, "e": e.expand_as(h)}
+        z = torch.cat([reads[name] for name in self.config.input.split("+")], dim=-1)
+        return self.get_submodule(offset_name(offset))(z)
+
+
+KINDS: dict[str, Any] = {"offsets": OffsetHeads}
+
+
+def new_heads(config: HeadsConfig, backbone: Backbone, seed: int = 0) -> MTPHeads:
+    """Untrained heads for a backbone; the same seed gives the same weights."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return OffsetHeads(config, TrainedOn.of(backbone))
+
+
+def _download(folder_or_id: str | Path) -> Path:
+    folder = Path(folder_or_id)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{folder} holds no exported heads (no config.json)")
+        return folder
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder_or_id)) or len(folder.parts) != 2:
+        raise ValueError(f"heads {str(folder_or_id)!r} is neither a folder nor a hub id like org/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(folder_or_id)))
+    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ValueError(f"heads {folder_or_id}: no such folder, and the hub says: {str(error).splitlines()[0]}") from None

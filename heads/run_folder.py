@@ -1,0 +1,93 @@
+"""A run's folder: whose it is, whether it is finished, and what made it.
+
+`config.yaml` (resolved recipe) claims the folder; `run.json` says which versions and command; `metrics.json` marks the
+run as finished.
+"""
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from heads.files import read_json, write_json, write_text
+
+PACKAGES = ("torch", "lightning", "transformers", "webdataset", "safetensors", "draftgrid")
+
+
+class RunFolder:
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+
+    def claim(self, recipe: str, resume: str, overwrite: bool) -> bool:
+        """Take the folder for this resolved recipe. True if the run in it is already finished.
+
+        Raises ValueError if a run of another recipe lies there, or any run with resume=never.
+        """
+        config = self.path / "config.yaml"
+        if overwrite and config.is_file():
+            shutil.rmtree(self.path)
+        if config.is_file():
+            if config.read_text() != recipe:
+                raise ValueError(
+                    f"out={self.path} holds a run of another recipe ({_difference(config.read_text(), recipe)}); "
+                    "choose another out, or overwrite=true"
+                )
+            if resume == "never":
+                raise ValueError(f"out={self.path} holds a run and resume=never; choose another out, or overwrite=true")
+            return (self.path / "metrics.json").is_file()
+        if self.path.is_dir() and any(p.suffix != ".log" for p in self.path.iterdir()):
+            raise ValueError(f"out={self.path} is a folder with other files in it; choose an empty or new one")
+        write_text(config, recipe)
+        return False
+
+    def record(self) -> None:
+        """Write run.json: command, versions, machine, git revision."""
+        write_json(self.path / "run.json", {"command": sys.argv, **environment()})
+
+    def finish(self, metrics: dict[str, Any]) -> None:
+        write_json(self.path / "metrics.json", metrics)
+
+    def metrics(self) -> dict[str, Any]:
+        return read_json(self.path / "metrics.json")
+
+    def last_checkpoint(self) -> Path | None:
+        path = self.checkpoints / "last.ckpt"
+        return path if path.is_file() else None
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine and git revision, for run.json and bench.json."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return {"versions": versions, "machine": machine(), "revision": revision.stdout.strip() or None}
+
+
+def machine() -> str:
+    """'2 cores of Intel Xeon ..., Linux' (and the GPU, if there is one)."""
+    import os
+
+    import torch
+
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = models[0] if models else name
+    text = f"{os.cpu_count()} cores of {name}, {platform.system()}, Python {platform.python_version()}"
+    return text + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "")
+
+
+def _difference(theirs: str, mine: str) -> str:
+    import difflib
+
+    lines = [d for d in difflib.ndiff(theirs.splitlines(), mine.splitlines()) if d[:1] in "+-"]
+    return ", ".join(" ".join(d.split()) for d in lines[:3])

@@ -1,0 +1,44 @@
+"""How a job is spread over processes, and what rank 0 does alone before the process group exists."""
+
+import os
+import time
+from pathlib import Path
+
+
+def rank_zero() -> bool:
+    """True in the process that prepares files: rank 0, or the only one."""
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
+
+
+def wait_for(path: Path, seconds: float = 3600) -> None:
+    """Ranks other than 0 wait until rank 0 has written `path`; torchrun ends them if rank 0 fails."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if rank_zero():
+            raise AssertionError(f"rank 0 was to write {path}")
+        if time.monotonic() > deadline:
+            raise ValueError(f"rank 0 has not written {path} in {seconds:.0f} s")
+        time.sleep(0.2)
+
+
+def choose_devices(accelerator: str, devices: int) -> tuple[str, int]:
+    """(accelerator, processes on this machine); under torchrun its LOCAL_WORLD_SIZE wins.
+
+    Raises ValueError if GPUs are asked for that are not there.
+    """
+    import torch
+
+    if accelerator not in ("auto", "cpu", "gpu"):
+        raise ValueError(f"trainer.accelerator is {accelerator!r}; use auto, cpu or gpu")
+    found = torch.cuda.device_count()
+    if accelerator == "auto":
+        accelerator = "gpu" if found else "cpu"
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+    if accelerator == "gpu" and devices > found:
+        raise ValueError(f"this run needs {devices} GPU(s), but the machine has {found}; set trainer.devices or trainer.accelerator=cpu")
+    return accelerator, devices
+
+
+def choose_strategy(devices: int) -> str:
+    world = int(os.environ.get("WORLD_SIZE", devices))
+    return "ddp" if world > 1 else "auto"

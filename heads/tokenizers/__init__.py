@@ -1,0 +1,6 @@
+"""Image tokenizers: pictures <-> grids of codes, loaded without any language model."""
+
+from heads.tokenizers.base import ImageTokenizer, load_tokenizer
+from heads.tokenizers.patch_vq import PatchVQ
+
+__all__ = ["ImageTokenizer", "PatchVQ", "load_tokenizer"]

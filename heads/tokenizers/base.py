@@ -1,0 +1,75 @@
+"""The contract of an image tokenizer, and loading one from a folder."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from heads.files import read_json
+
+
+class ImageTokenizer(ABC):
+    """Pictures (B, 3, h, w) in [0, 1] <-> codes (B, H, W) in 0..codebook_size-1."""
+
+    patch: int
+    """Pixels of the picture's side per code."""
+    image_size: int
+    """Side in pixels of the pictures this tokenizer was made for."""
+
+    @property
+    @abstractmethod
+    def codebook(self) -> Tensor:
+        """(K, C): one vector per code; neighbours in it are codes that look alike."""
+
+    @abstractmethod
+    def encode(self, images: Tensor) -> Tensor:
+        """(B, 3, h, w) in [0, 1] -> (B, h / patch, w / patch), int64."""
+
+    @abstractmethod
+    def decode(self, tokens: Tensor) -> Tensor:
+        """(B, H, W) -> (B, 3, H * patch, W * patch) in [0, 1]."""
+
+    @abstractmethod
+    def save_pretrained(self, folder: str | Path) -> None: ...
+
+    @property
+    def codebook_size(self) -> int:
+        return self.codebook.shape[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over the kind, the patch size and the codebook; token shards record it and readers compare it."""
+        digest = hashlib.sha256(f"{type(self).__name__}:{self.patch}:{tuple(self.codebook.shape)}".encode())
+        digest.update(self.codebook.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def pil(self, tokens: Tensor, scale: int = 1) -> list:
+        """(B, H, W) -> PIL pictures, enlarged `scale` times without smoothing."""
+        from PIL import Image
+
+        pixels = (self.decode(tokens).clamp(0, 1) * 255).round().to("cpu", torch.uint8).permute(0, 2, 3, 1).numpy()
+        pictures = [Image.fromarray(p) for p in pixels]
+        if scale > 1:
+            pictures = [p.resize((p.width * scale, p.height * scale), Image.Resampling.NEAREST) for p in pictures]
+        return pictures
+
+
+def load_tokenizer(folder: str | Path) -> ImageTokenizer:
+    """Load the image tokenizer saved in `folder`; the name `emoji` is the demo's own.
+
+    Raises ValueError if the folder holds no tokenizer, one of an unknown kind, or a damaged one.
+    """
+    from heads.backbones.base import resolve_checkpoint
+    from heads.tokenizers.patch_vq import PatchVQ
+
+    path = resolve_checkpoint(folder)
+    if (path / "image_tokenizer").is_dir():
+        path = path / "image_tokenizer"
+    kinds = {"patch_vq": PatchVQ}
+    config = read_json(path / "tokenizer_config.json")
+    kind = config.get("image_tokenizer")
+    if kind not in kinds:
+        raise ValueError(f"{path}/tokenizer_config.json: image_tokenizer is {kind!r}; known: {', '.join(kinds)}")
+    return kinds[kind].from_pretrained(path)

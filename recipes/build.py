@@ -1,0 +1,260 @@
+"""From a resolved recipe to a job that can be fitted and finished. Imported by train.py alone."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import yaml
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from data.encode import encode
+from data.module import TokenDataModule
+from data.shards import MANIFEST
+from data.sources import open_source
+from heads.backbones import Backbone, load_backbone
+from heads.files import sha256
+from heads.module import BackboneModule, HeadsModule
+from heads.mtp import new_heads
+from heads.objective import count_table
+from heads.run_folder import RunFolder
+from heads.strategy import choose_devices, choose_strategy, rank_zero, wait_for
+from heads.tokenizers import ImageTokenizer, PatchVQ, load_tokenizer
+from recipes.schema import TrainConfig
+
+TABLE_SAMPLES = 4000
+TABLE_CODES = 4096
+"""Largest codebook for which a dense count table is made."""
+
+
+@dataclass
+class Job:
+    trainer: L.Trainer
+    module: L.LightningModule
+    data: TokenDataModule
+    finish: Callable[[], None]
+
+
+def resolved(config: TrainConfig) -> str:
+    """The recipe as YAML, without the keys that say how to run it and not what is run."""
+    value = asdict(config)
+    for name in ("resume", "overwrite", "out"):
+        value.pop(name)
+    return yaml.safe_dump(value, sort_keys=False)
+
+
+def claim(folder: RunFolder, config: TrainConfig) -> bool:
+    if config.smoke:
+        shrink(config)
+    if not rank_zero():
+        return not config.overwrite and (folder.path / "metrics.json").is_file()
+    return folder.claim(resolved(config), config.resume, config.overwrite)
+
+
+def shrink(config: TrainConfig) -> None:
+    """smoke=true: the same path in seconds."""
+    t = config.trainer
+    t.steps, t.validate_every, t.save_every = 2, 2, 2
+    config.data.batch_size = min(config.data.batch_size, 2)
+    config.data.validation_samples = 4
+    config.data.copies, config.sheet.images = 1, min(config.sheet.images, 2)
+    config.data.dir += "_smoke"
+
+
+def image_tokenizer(config: TrainConfig, folder: RunFolder) -> ImageTokenizer:
+    """The checkpoint's own; for task=backbone one fitted on the training pictures, kept in the run folder."""
+    b = config.backbone
+    if config.task == "heads" or b.tokenizer:
+        return load_tokenizer(b.tokenizer or b.checkpoint)
+    path = folder.path / "image_tokenizer"
+    if rank_zero() and not (path / "tokenizer_config.json").is_file():
+        import numpy as np
+
+        from data.sources import open_picture
+
+        items = open_source(config.data.source).items("train")
+        images = [torch.from_numpy(np.array(open_picture(i, 4 * b.grid[0]))) for i in items]
+        pixels = torch.stack(images).permute(0, 3, 1, 2).float() / 255
+        PatchVQ.fit(pixels, b.codes, patch=4, seed=config.seed).save_pretrained(path)
+    wait_for(path / "tokenizer_config.json")
+    return load_tokenizer(path)
+
+
+def prepare_data(config: TrainConfig, tokenizer: ImageTokenizer) -> None:
+    """Encode the shard sets the recipe names, if it says from what and they are not there yet (rank 0; others wait)."""
+    data = config.data
+    if not data.source:
+        return
+    for split, copies in (("train", data.copies), ("validation", 1)):
+        out = Path(data.dir) / split
+        if rank_zero():
+            limit = 64 if config.smoke else None
+            encode(open_source(data.source, copies), tokenizer, out, split, shards=data.shards, limit=limit)
+        wait_for(out / MANIFEST)
+
+
+def build(config: TrainConfig, folder: RunFolder) -> Job:
+    """Load, check everything that can be checked, and hand out the pieces. Raises ValueError before a step is made."""
+    if config.trainer.threads:
+        torch.set_num_threads(config.trainer.threads)
+    L.seed_everything(config.seed, verbose=False)
+    devices = choose_devices(config.trainer.accelerator, config.trainer.devices)
+    tokenizer = image_tokenizer(config, folder)
+    prepare_data(config, tokenizer)
+    make = build_heads if config.task == "heads" else build_backbone
+    backbone = make_backbone(config, tokenizer)
+    grid = (backbone.grid.height, backbone.grid.width)
+    if tokenizer.codebook_size != backbone.image_vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.codebook_size} codes, the backbone {backbone.image_vocab_size}")
+    data = TokenDataModule(config.data, tokenizer.fingerprint, grid, config.seed)
+    module, finish = make(config, folder, backbone, tokenizer, data)
+    timer = StepTimer()
+    trainer = make_trainer(config, folder, devices, [timer, *module_callbacks(config, folder)])
+    if trainer.is_global_zero:
+        folder.record()
+    return Job(trainer, module, data, lambda: finish(trainer, timer))
+
+
+def make_backbone(config: TrainConfig, tokenizer: ImageTokenizer) -> Backbone:
+    b = config.backbone
+    if config.task == "heads":
+        return load_backbone(b.checkpoint, adapter=b.adapter or None, grid=tuple(b.grid) or None)  # type: ignore[arg-type]
+    from heads.backbones.emu3_new import new_emu3
+
+    captions = [i.caption for i in open_source(config.data.source).items("train")]
+    return new_emu3(captions, tokenizer.codebook_size, tuple(b.grid), b.size, config.seed)  # type: ignore[arg-type]
+
+
+def make_trainer(config: TrainConfig, folder: RunFolder, devices: tuple[str, int], callbacks: list[Callback]) -> L.Trainer:
+    t = config.trainer
+    loggers = [CSVLogger(folder.path, name="logs", version="csv"), TensorBoardLogger(folder.path, name="logs", version="tensorboard")]
+    return L.Trainer(
+        accelerator=devices[0],
+        devices=devices[1],
+        strategy=choose_strategy(devices[1]),
+        precision=t.precision,  # type: ignore[arg-type]
+        max_steps=t.steps,
+        limit_train_batches=t.steps * t.accumulate,
+        accumulate_grad_batches=t.accumulate,
+        gradient_clip_val=t.clip or None,
+        val_check_interval=t.validate_every * t.accumulate,
+        check_val_every_n_epoch=None,
+        logger=loggers,
+        callbacks=[*callbacks, TQDMProgressBar(refresh_rate=5)],
+        log_every_n_steps=10,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+    )
+
+
+def module_callbacks(config: TrainConfig, folder: RunFolder) -> list[Callback]:
+    last = ModelCheckpoint(
+        folder.checkpoints,
+        filename="last",
+        every_n_train_steps=config.trainer.save_every,
+        save_on_train_epoch_end=False,
+        enable_version_counter=False,
+    )
+    if config.task == "heads":
+        return [last]
+    best = ModelCheckpoint(
+        folder.checkpoints,
+        filename="best",
+        monitor="backbone_nll",
+        save_weights_only=True,
+        enable_version_counter=False,
+    )
+    return [last, best]
+
+
+class StepTimer(Callback):
+    """Seconds from the end of one step to the end of the next, data loading included; the median is what counts."""
+
+    def __init__(self) -> None:
+        self.begun = time.perf_counter()
+        self.mark: float | None = None
+        self.steps: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        now = time.perf_counter()
+        if self.mark is not None:
+            self.steps.append(now - self.mark)
+        self.mark = now
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.mark = None
+
+    on_save_checkpoint = on_validation_start
+
+    def median(self) -> float | None:
+        return sorted(self.steps)[len(self.steps) // 2] if self.steps else None
+
+    def total(self) -> float:
+        return time.perf_counter() - self.begun
+
+
+def build_backbone(
+    config: TrainConfig, folder: RunFolder, backbone: Backbone, tokenizer: ImageTokenizer, data: TokenDataModule
+) -> tuple[L.LightningModule, Callable[[L.Trainer, StepTimer], None]]:
+    module = BackboneModule(backbone, config.optim)
+
+    def finish(trainer: L.Trainer, timer: StepTimer) -> None:
+        best = folder.checkpoints / "best.ckpt"
+        trainer.validate(module, data, ckpt_path=best, verbose=False, weights_only=True)
+        if not trainer.is_global_zero:
+            return
+        out = folder.path / "backbone"
+        module.backbone.to(torch.bfloat16).save_pretrained(out)  # type: ignore[operator]
+        tokenizer.save_pretrained(out / "image_tokenizer")
+        step = torch.load(best, weights_only=True)["global_step"]
+        seconds = {"total": timer.total(), "per_step": timer.median()}
+        folder.finish({"backbone_nll": module.figures["backbone_nll"], "best_step": step, "seconds": seconds})
+        print(f"held-out NLL {module.figures['backbone_nll']:.3f} nats a token at step {step}; backbone saved: {out}")
+
+    return module, finish
+
+
+def build_heads(
+    config: TrainConfig, folder: RunFolder, backbone: Backbone, tokenizer: ImageTokenizer, data: TokenDataModule
+) -> tuple[L.LightningModule, Callable[[L.Trainer, StepTimer], None]]:
+    heads = new_heads(config.heads, backbone, config.seed)
+    tables = {}
+    if backbone.image_vocab_size <= TABLE_CODES:
+        tokens = data.sample_tokens(TABLE_SAMPLES)
+        pairs = heads.train_pairs(backbone.grid)
+        tables = {name: count_table(tokens, *pair, backbone.image_vocab_size) for name, pair in pairs.items()}
+    module = HeadsModule(backbone, heads, config.optim, tables, config.guidance)
+
+    def finish(trainer: L.Trainer, timer: StepTimer) -> None:
+        if config.trainer.steps % config.trainer.validate_every:
+            trainer.validate(module, data, verbose=False)
+        if not trainer.is_global_zero:
+            return
+        from recipes.finish import export, figures, sheet
+
+        metrics = figures(module, data, timer.median(), config)
+        out = export(module, folder, config, resolved(config), metrics, sha256(data.folder / "train" / MANIFEST))
+        if config.sheet.images:
+            sheet(out, tokenizer, config, folder)
+        metrics["seconds"]["total"] = timer.total()
+        folder.finish(metrics)
+        print(HOW_TO.format(out=out, sheet=folder.path / "sheet.png", metrics=folder.path / "metrics.json"))
+
+    return module, finish
+
+
+HOW_TO = """
+heads:    {out}
+figures:  {metrics}
+pictures: {sheet}
+
+    from heads import MTPHeads, load_backbone
+    backbone = load_backbone()
+    heads = MTPHeads.from_pretrained("{out}", backbone)
+"""
+

@@ -1,0 +1,80 @@
+"""Every key a recipe or `train.py key=value` may set, with its default and meaning. An unknown key is an error."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data.module import StreamConfig
+from heads.backbones.emu3_new import Emu3Size
+from heads.cli import key
+from heads.module import OptimConfig
+from heads.mtp import HeadsConfig
+
+RECIPES = Path(__file__).parent
+DEFAULT = "emoji_ssd"
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+
+
+@dataclass
+class BackboneConfig:
+    checkpoint: str = key("emoji", "folder of the frozen backbone; emoji is the demo's own")
+    adapter: str = key("", "emu3; '' = what the checkpoint's draftgrid.json says")
+    grid: list[int] = key(list, "[rows, columns] of image tokens; empty = what the checkpoint says")
+    tokenizer: str = key("", "folder of the image tokenizer; '' = the checkpoint's own")
+    codes: int = key(512, "task=backbone: size of the codebook to fit")
+    size: Emu3Size = field(default_factory=Emu3Size)
+
+
+@dataclass
+class TrainerConfig:
+    steps: int = key(1000, "optimizer steps")
+    devices: int = key(1, "processes on this machine; under torchrun its own count wins")
+    accelerator: str = key("auto", "auto, cpu or gpu")
+    precision: str = key("bf16-mixed", "32-true, bf16-mixed or bf16-true")
+    accumulate: int = key(1, "batches per optimizer step")
+    clip: float = key(1.0, "gradient norm is clipped to this; 0 = never")
+    validate_every: int = key(200, "steps between validations")
+    save_every: int = key(100, "steps between checkpoints")
+    threads: int = key(0, "CPU threads; 0 = torch's own choice")
+
+
+@dataclass
+class SheetConfig:
+    images: int = key(6, "held-out prompts drawn with AR and SSD at the end; 0 = none")
+    prompts: str = key("emoji:test", "text file of prompts, or emoji:validation|test")
+    rounds: int = key(2, "verification rounds of SSD")
+
+
+@dataclass
+class TrainConfig:
+    recipe: str = key(DEFAULT, "name of a file in recipes/")
+    task: str = key("heads", "heads on a frozen backbone, or backbone (the demo's own)")
+    out: str = key("", "run folder; '' = runs/RECIPE")
+    resume: str = key("auto", "auto: go on where the run in out stopped; never: refuse if there is one")
+    overwrite: bool = key(False, "delete the run in out and start anew")
+    smoke: bool = key(False, "2 steps, 2 pictures: does everything run?")
+    seed: int = key(0, "of weights, data order and sampling")
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    data: StreamConfig = field(default_factory=StreamConfig)
+    heads: HeadsConfig = field(default_factory=HeadsConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    guidance: list[float] = key([1.0, 3.0], "guidance scales at which validation measures acceptance")
+    sheet: SheetConfig = field(default_factory=SheetConfig)
+
+    def check(self) -> None:
+        """Cross-field checks. Raises ValueError naming the field, the value and what would be right."""
+        t = self.trainer
+        if self.task not in ("heads", "backbone"):
+            raise ValueError(f"task is {self.task!r}; use heads or backbone")
+        if self.resume not in ("auto", "never"):
+            raise ValueError(f"resume is {self.resume!r}; use auto or never")
+        if t.precision not in PRECISIONS:
+            raise ValueError(f"trainer.precision is {t.precision!r}; use one of {', '.join(PRECISIONS)}")
+        for name in ("steps", "devices", "accumulate", "validate_every", "save_every"):
+            if getattr(t, name) < 1:
+                raise ValueError(f"trainer.{name} is {getattr(t, name)}; at least 1 is needed")
+        if self.sheet.rounds < 0:
+            raise ValueError(f"sheet.rounds is {self.sheet.rounds}; use 0 (draft only) or more")
+        if self.backbone.grid and (len(self.backbone.grid) != 2 or min(self.backbone.grid) < 1):
+            raise ValueError(f"backbone.grid is {self.backbone.grid}; use [rows, columns]")
+        self.heads.check()
