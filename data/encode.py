@@ -14,7 +14,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data.shards import MANIFEST, Manifest, Sample, Shard, describe_shard, read_manifest, read_shard, shard_name, write_shard
+from data.shards import (
+    MANIFEST,
+    Manifest,
+    Sample,
+    Shard,
+    describe_shard,
+    read_manifest,
+    read_shard,
+    shard_name,
+    write_shard,
+)
 from data.sources import Item, Source, open_picture, open_source
 from heads.cli import key, main
 from heads.files import read_json, write_json
@@ -52,8 +62,8 @@ def encode(
 ) -> Manifest:
     """Encode one split of a source into `out`. Returns the manifest.
 
-    Raises ValueError if another encode lies in `out`, if a picture list is empty, or if over 1 % of the pictures (and
-    more than one) cannot be read.
+    Raises ValueError if another encode lies in `out`, if a picture list is empty, or if no picture or over 1 % of them
+    (and more than one) cannot be read.
     """
     out = Path(out)
     if shards < 1:
@@ -77,19 +87,23 @@ def encode(
     grid = (tokenizer.image_size // tokenizer.patch,) * 2
     done: list[Shard] = []
     broken: list[str] = []
+    skipped = 0
     with tqdm(total=len(items), desc=f"encode {source.name} {split}", unit="img") as bar:
         for index, chunk in enumerate(chunks):
             path = out / shard_name(index)
-            if path.is_file():
-                shard = describe_shard(path, sum(isinstance(s, Sample) for s in read_shard(path)))
-            else:
-                shard = write_shard(path, list(_encode(chunk, tokenizer, batch_size, broken)), tokenizer.codebook_size)
+            ready = path.is_file()
+            samples = [s for s in read_shard(path) if isinstance(s, Sample)] if ready else []
+            if not ready:
+                samples = list(_encode(chunk, tokenizer, batch_size, broken))
+            skipped += len(chunk) - len(samples)
+            # Before the shard is written: with the pictures repaired, the same command goes on.
+            if skipped > max(1, MAX_BROKEN * len(items)) or skipped == len(items):
+                last = f"; last: {broken[-1]}" if broken else ""
+                raise ValueError(f"{skipped} of {len(items)} pictures cannot be read, more than 1 %{last}")
+            done.append(
+                describe_shard(path, len(samples)) if ready else write_shard(path, samples, tokenizer.codebook_size)
+            )
             bar.update(len(chunk))
-            done.append(shard)
-            skipped = sum(len(c) for c in chunks[: index + 1]) - sum(s.samples for s in done)
-            if skipped > max(1, MAX_BROKEN * len(items)):
-                raise ValueError(f"{skipped} of {len(items)} pictures cannot be read, more than 1 %; last: {broken[-1:]}")
-    skipped = len(items) - sum(s.samples for s in done)
     for line in broken:
         tqdm.write(f"skipped: {line}")
     manifest = Manifest(
@@ -101,13 +115,17 @@ def encode(
 
 def claim(out: Path, plan: dict, overwrite: bool) -> None:
     """Mark `out` as the place of this plan. Raises ValueError if it is the place of another."""
-    if (out / PLAN).is_file() and read_json(out / PLAN) != plan:
-        if not overwrite:
-            theirs = read_json(out / PLAN)
-            differing = ", ".join(f"{k}: {theirs.get(k)!r} there, {v!r} here" for k, v in plan.items() if theirs.get(k) != v)
-            raise ValueError(f"{out} holds another encode ({differing}); choose another out, or overwrite=true")
-        for path in [out / MANIFEST, *out.glob("shard-*.tar")]:
-            path.unlink(missing_ok=True)
+    theirs = read_json(out / PLAN) if (out / PLAN).is_file() else {}
+    if theirs == plan:
+        return
+    # Shards without a plan (drawn by a model, or of another program) are somebody else's too.
+    held = [path for path in (out / MANIFEST, *sorted(out.glob("shard-*.tar"))) if path.is_file()]
+    if held and not overwrite:
+        others = ((k, theirs.get(k), v) for k, v in plan.items() if theirs.get(k) != v)
+        differing = ", ".join(f"{k}: {there!r} there, {here!r} here" for k, there, here in others)
+        raise ValueError(f"{out} holds another encode ({differing}); choose another out, or overwrite=true")
+    for path in held:
+        path.unlink()
     write_json(out / PLAN, plan)
 
 

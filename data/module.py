@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from data.shards import Broken, Manifest, Sample, check_manifest, read_shard
+from data.shards import Broken, Manifest, Sample, Shard, check_manifest, read_shard
 from heads.cli import key
 
 MAX_BROKEN = 0.01
@@ -93,17 +93,18 @@ class TokenStream(IterableDataset):
         return None if draw < self.caption_dropout else sample.caption
 
     def _samples(self, reader: int, readers: int) -> Iterator[tuple[Sample, int, int]]:
-        """(sample, epoch, broken samples before it), endless. Raises ValueError when over 1 % are broken."""
-        seen = broken = 0
+        """(sample, epoch, broken samples before it), endless. Raises ValueError if over 1 % of an epoch are broken."""
+        pending = 0
         for epoch in range(1 << 62):
-            pending = yielded = 0
+            seen = broken = yielded = 0
             for sample in self._epoch(epoch, reader, readers):
                 seen += 1
                 if isinstance(sample, Broken):
                     broken += 1
                     pending += 1
                     if broken > max(1, MAX_BROKEN * max(seen, self.manifest.samples // readers)):
-                        raise ValueError(f"{broken} of {seen} samples are broken, more than 1 %; last: {sample.where}: {sample.reason}")
+                        last = f"{sample.where}: {sample.reason}"
+                        raise ValueError(f"{broken} of {seen} samples are broken, more than 1 %; last: {last}")
                     continue
                 yielded += 1
                 yield sample, epoch, pending
@@ -112,38 +113,55 @@ class TokenStream(IterableDataset):
                 raise ValueError(f"{self.folder}: reader {reader + 1} of {readers} has no readable sample")
 
     def _epoch(self, epoch: int, reader: int, readers: int) -> Iterator[Sample | Broken]:
-        shards = self.manifest.shards
+        shards = [s for s in self.manifest.shards if s.samples]
         order = np.random.default_rng((self.seed, epoch)).permutation(len(shards))
         by_sample = len(shards) < readers
         mine = order if by_sample else order[reader::readers]
         place = 0
         for index in mine:
             shard = shards[index]
-            samples = list(read_shard(self.folder / shard.file, shard.samples))
+            samples = list(_read(self.folder, shard, self.manifest))
             for i in np.random.default_rng((self.seed, epoch, int(index))).permutation(len(samples)):
                 if not by_sample or place % readers == reader:
-                    yield self._checked(samples[i], shard.file)
+                    yield samples[i]
                 place += 1
 
-    def _checked(self, sample: Sample | Broken, file: str) -> Sample | Broken:
-        if isinstance(sample, Sample) and sample.tokens.shape != self.manifest.grid:
-            return Broken(f"{self.folder / file} sample {sample.key}", f"tokens are {sample.tokens.shape}")
-        return sample
+
+def _read(folder: Path, shard: Shard, manifest: Manifest) -> Iterator[Sample | Broken]:
+    """The shard's samples; one that does not fit the manifest is Broken."""
+    for sample in read_shard(folder / shard.file, shard.samples):
+        if isinstance(sample, Broken):
+            yield sample
+            continue
+        where, tokens = f"{folder / shard.file} sample {sample.key}", sample.tokens
+        if tokens.shape != manifest.grid:
+            yield Broken(where, f"tokens are {tokens.shape}, not {manifest.grid}")
+        elif tokens.dtype.kind not in "iu" or not 0 <= tokens.min() <= tokens.max() < manifest.codes:
+            yield Broken(where, f"tokens reach from {tokens.min()} to {tokens.max()}, not below {manifest.codes} codes")
+        else:
+            yield sample
 
 
 class FiniteStream(IterableDataset):
     """Every sample once over all ranks, in file order: for validation. No collective may depend on its length."""
 
-    def __init__(self, folder: str | Path, manifest: Manifest, batch_size: int, rank: int, world: int, limit: int = 0) -> None:
+    def __init__(
+        self, folder: str | Path, manifest: Manifest, batch_size: int, rank: int, world: int, limit: int = 0
+    ) -> None:
         self.folder, self.manifest, self.batch_size = Path(folder), manifest, batch_size
         self.rank, self.world, self.limit = rank, world, limit or manifest.samples
 
     def __iter__(self) -> Iterator[Batch]:
-        every = (s for shard in self.manifest.shards for s in read_shard(self.folder / shard.file, shard.samples))
-        mine = (s for s in islice(every, self.rank, self.limit, self.world) if isinstance(s, Sample))
-        while rows := list(islice(mine, self.batch_size)):
-            tokens = torch.from_numpy(np.stack([s.tokens.astype(np.int64) for s in rows]))
-            yield Batch(tokens, [s.caption for s in rows], [s.key for s in rows])
+        every = (s for shard in self.manifest.shards for s in _read(self.folder, shard, self.manifest))
+        mine = islice(every, self.rank, self.limit, self.world)
+        broken = 0
+        while part := list(islice(mine, self.batch_size)):
+            rows = [s for s in part if isinstance(s, Sample)]
+            broken += len(part) - len(rows)
+            if rows:
+                tokens = torch.from_numpy(np.stack([s.tokens.astype(np.int64) for s in rows]))
+                yield Batch(tokens, [s.caption for s in rows], [s.key for s in rows], broken)
+                broken = 0
 
 
 class TokenDataModule(L.LightningDataModule):
@@ -155,6 +173,8 @@ class TokenDataModule(L.LightningDataModule):
         self.config, self.seed = config, seed
         if not 0 <= config.caption_dropout <= 1:
             raise ValueError(f"data.caption_dropout is {config.caption_dropout}; it is a share between 0 and 1")
+        if config.validation_samples < 0:
+            raise ValueError(f"data.validation_samples is {config.validation_samples}; use 0 (all) or more")
         self.folder = Path(config.dir)
         self.train_set = check_manifest(self.folder / "train", tokenizer, grid)
         self.validation_set = check_manifest(self.folder / "validation", tokenizer, grid)
@@ -181,8 +201,10 @@ class TokenDataModule(L.LightningDataModule):
     def sample_tokens(self, count: int) -> Tensor:
         """(N, H, W) codes of the first `count` training samples in file order: for count tables."""
         rows: Sequence[Sample] = list(islice(self._training_samples(), count))
+        if not rows:
+            raise ValueError(f"{self.folder / 'train'} holds no readable sample")
         return torch.from_numpy(np.stack([s.tokens.astype(np.int64) for s in rows]))
 
     def _training_samples(self) -> Iterator[Sample]:
         for shard in self.train_set.shards:
-            yield from (s for s in read_shard(self.folder / "train" / shard.file) if isinstance(s, Sample))
+            yield from (s for s in _read(self.folder / "train", shard, self.train_set) if isinstance(s, Sample))

@@ -74,7 +74,8 @@ def write_shard(path: Path, samples: Sequence[Sample], codes: int) -> Shard:
             array = io.BytesIO()
             np.save(array, sample.tokens.astype(dtype))
             facts = json.dumps(sample.facts, sort_keys=True).encode()
-            for suffix, content in (("tokens.npy", array.getvalue()), ("txt", sample.caption.encode()), ("json", facts)):
+            files = (("tokens.npy", array.getvalue()), ("txt", sample.caption.encode()), ("json", facts))
+            for suffix, content in files:
                 info = tarfile.TarInfo(f"{sample.key}.{suffix}")
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
@@ -93,6 +94,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         state = f"holds {parts} shards of an unfinished encode" if parts else "holds no token shards"
         raise ValueError(f"{folder} {state} (no {MANIFEST}); run: python -m data.encode source=... out={folder}")
     value = read_json(folder / MANIFEST)
+    if not isinstance(value, dict):
+        raise ValueError(f"{folder / MANIFEST} is not a token-shard manifest: it holds a {type(value).__name__}")
     if value.get("format") != FORMAT:
         raise ValueError(f"{folder / MANIFEST}: format is {value.get('format')!r}; this version reads {FORMAT}")
     try:
@@ -134,7 +137,7 @@ class Broken:
 
 
 def read_shard(path: Path, expected: int | None = None) -> Iterator[Sample | Broken]:
-    """Samples in file order; what cannot be read comes as Broken, a truncated end included (up to `expected` samples)."""
+    """Samples in file order; what cannot be read comes as Broken, a truncated end included (up to `expected`)."""
     import webdataset as wds
 
     count = 0

@@ -1,6 +1,6 @@
 """Look at a shard set: what it holds, and a contact sheet decoded from its codes.
 
-    python -m data.show dir=runs/data/emoji/train out=runs/show
+python -m data.show dir=runs/data/emoji/train out=runs/show
 """
 
 from collections import Counter
@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from data.shards import Sample, read_manifest, read_shard
+from data.shards import Sample, check_manifest, read_manifest, read_shard
 from heads.cli import key, main
+from heads.files import atomic
 from heads.sheet import contact_sheet
 from heads.tokenizers import load_tokenizer
 
@@ -26,10 +27,12 @@ class ShowConfig:
 
 def run(config: ShowConfig) -> None:
     folder, tokenizer = Path(config.dir), load_tokenizer(config.tokenizer)
-    manifest = read_manifest(folder)
-    if tokenizer.fingerprint != manifest.tokenizer:
-        raise ValueError(f"{folder} was made by tokenizer {manifest.tokenizer[:12]}, not {tokenizer.fingerprint[:12]}")
+    if config.images < 1:
+        raise ValueError(f"images is {config.images}; at least 1 is needed")
+    manifest = check_manifest(folder, tokenizer.fingerprint, read_manifest(folder).grid)
     samples = [s for shard in manifest.shards for s in read_shard(folder / shard.file) if isinstance(s, Sample)]
+    if not samples:
+        raise ValueError(f"{folder} holds no readable sample")
     codes: Counter[int] = Counter()
     for sample in samples:
         codes.update(sample.tokens.flatten().tolist())
@@ -39,12 +42,13 @@ def run(config: ShowConfig) -> None:
     print(f"  source {manifest.source}, split {manifest.split}; licence: {manifest.licence}")
     print(f"  grid {manifest.grid[0]}x{manifest.grid[1]}, tokenizer {manifest.tokenizer[:12]}, {manifest.codes} codes")
     print(f"  words a caption: {words[0]} to {words[-1]}, median {words[len(words) // 2]}")
-    print(f"  {len(codes)} codes used; most frequent: " + ", ".join(f"{c} {n / total:.1%}" for c, n in codes.most_common(5)))
+    frequent = ", ".join(f"{c} {n / total:.1%}" for c, n in codes.most_common(5))
+    print(f"  {len(codes)} codes used; most frequent: {frequent}")
     shown = list(islice(samples[:: max(1, len(samples) // config.images)], config.images))
     pictures = tokenizer.pil(torch.stack([torch.from_numpy(s.tokens.astype("int64")) for s in shown]))
     path = Path(config.out) / "sheet.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    contact_sheet([pictures[i : i + 8] for i in range(0, len(pictures), 8)]).save(path)
+    with atomic(path) as temporary:
+        contact_sheet([pictures[i : i + 8] for i in range(0, len(pictures), 8)]).save(temporary, "PNG")
     print(f"  contact sheet: {path}")
 
 

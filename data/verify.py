@@ -1,6 +1,6 @@
 """Check a shard set: every hash, every sample, the counts.
 
-    python -m data.verify dir=runs/data/emoji/train
+python -m data.verify dir=runs/data/emoji/train
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ def verify(folder: str | Path) -> list[str]:
                 if isinstance(sample, Broken):
                     wrong.append(f"{sample.where}: {sample.reason}")
                 elif sample.tokens.shape != manifest.grid or int(sample.tokens.max()) >= manifest.codes:
-                    wrong.append(f"{path} sample {sample.key}: tokens {sample.tokens.shape} up to {sample.tokens.max()}")
+                    tokens = sample.tokens
+                    wrong.append(f"{path} sample {sample.key}: tokens {tokens.shape} up to {tokens.max()}")
     return wrong
 
 

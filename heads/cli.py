@@ -9,8 +9,9 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -83,26 +84,43 @@ def compose(schema: type[T], arguments: Sequence[str], recipes: Path | None = No
         recipe = pairs.pop("recipe", default_recipe)
         if recipe not in names:
             raise ValueError(f"unknown recipe {recipe!r}. {nearest(recipe, names)}")
-        store.store(group="recipe", name=recipe, package="_global_", node=_recipe(recipes / f"{recipe}.yaml", known))
+        node = _recipe(recipes / f"{recipe}.yaml", schema, known)
+        store.store(group="recipe", name=recipe, package="_global_", node=node)
         defaults.append({"recipe": recipe})
+    text = {n: pairs.pop(n) for n in list(pairs) if _is_text(known[n][0], pairs[n])}
     store.store(name="main", node={"defaults": [*defaults, "_self_"]})
     try:
         with initialize(version_base=None, config_path=None):
-            config = hydra_compose("main", overrides=[_quoted(n, v, known[n][0]) for n, v in pairs.items()])
-        value = OmegaConf.to_object(config)
+            config = hydra_compose("main", overrides=[f"{n}={v}" for n, v in pairs.items()])
+        value: Any = OmegaConf.to_object(config)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_plain(error, pairs, known)) from None
+    for name, words in text.items():
+        *groups, last = name.split(".")
+        setattr(reduce(getattr, groups, value), last, words)
     if recipes is not None:
-        value.recipe = recipe  # type: ignore[union-attr]
-    return value  # type: ignore[return-value]
+        value.recipe = recipe
+    return value
 
 
-def _recipe(path: Path, known: dict[str, tuple[Any, Any, str]]) -> Any:
-    from omegaconf import OmegaConf
+def _recipe(path: Path, schema: type, known: dict[str, tuple[Any, Any, str]]) -> Any:
+    """The recipe's YAML, every key known and every value of its field's type. Raises ValueError that names the file."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
-    node = OmegaConf.load(path)
+    try:
+        node = OmegaConf.load(path)
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{path.name}{where} is not valid YAML: {getattr(error, 'problem', error)}") from None
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from None
 
     def walk(branch: Any, prefix: str) -> None:
+        if not isinstance(branch, DictConfig):
+            raise ValueError(f"{path.name}: {prefix[:-1] or 'the recipe'} is {branch!r}; it must be a group of keys")
         for name in branch:
             full = prefix + str(name)
             if any(k.startswith(full + ".") for k in known):
@@ -111,26 +129,39 @@ def _recipe(path: Path, known: dict[str, tuple[Any, Any, str]]) -> Any:
                 raise ValueError(f"{path.name}: unknown key {full!r}. {nearest(full, list(known))}")
 
     walk(node, "")
+    try:
+        OmegaConf.merge(OmegaConf.structured(schema), node)
+    except OmegaConfBaseException as error:
+        full = _field(getattr(error, "full_key", None), known)
+        if full is None:
+            raise ValueError(f"{path.name}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{path.name}: {_wrong(full, OmegaConf.select(node, full), known)}") from None
     return node
 
 
-def _quoted(name: str, value: str, kind: Any) -> str:
-    """A Hydra override. Text is quoted, so that Hydra's own grammar never sees it; '' and null stay special."""
-    if "str" in str(kind) and "list" not in str(kind) and value != "null":
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-        return f"{name}='{escaped}'"
-    return f"{name}={value}"
+def _is_text(kind: Any, value: str) -> bool:
+    """Text never passes Hydra's grammar or OmegaConf's: quotes, `${x}` and `???` are just words of a prompt."""
+    return kind is str or (str in get_args(kind) and get_origin(kind) is not list and value != "null")
+
+
+def _field(full: str | None, known: dict[str, tuple[Any, Any, str]]) -> str | None:
+    """The known key that OmegaConf's `key` or `key[0]` belongs to."""
+    name = (full or "").partition("[")[0]
+    return name if name in known else None
+
+
+def _wrong(name: str, value: Any, known: dict[str, tuple[Any, Any, str]]) -> str:
+    kind = known[name][0]
+    return f"{name} is {value!r}; it must be of type {kind.__name__ if isinstance(kind, type) else kind}"
 
 
 def _plain(error: Exception, pairs: dict[str, str], known: dict[str, tuple[Any, Any, str]]) -> str:
-    full = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
-    if full in known:
-        kind = getattr(known[full][0], "__name__", str(known[full][0]))
-        return f"{full} is {pairs.get(full, '?')!r}; it must be of type {kind}"
-    for name, value in pairs.items():
-        if name in str(error) or value in str(error):
-            return f"{name}={value} cannot be read: {str(error).splitlines()[0]}"
-    return str(error).splitlines()[0]
+    """One sentence for what Hydra tells in many: the override it quotes, else the key it names."""
+    quoted = [name for name, value in pairs.items() if f"{name}={value}" in str(error)]
+    full = max(quoted, key=len, default=None) or _field(getattr(error, "full_key", None), known)
+    if full in pairs:
+        return _wrong(full, pairs[full], known)
+    return (f"{full}: " if full else "") + str(error).splitlines()[0]
 
 
 def show_help(schema: type, doc: str | None) -> str:
@@ -139,6 +170,14 @@ def show_help(schema: type, doc: str | None) -> str:
         shown = "" if default in ("", None, dataclasses.MISSING) else f"  [{default}]"
         lines.append(f"  {name:<26} {text}{shown}")
     return "\n".join(lines)
+
+
+def _sentence(error: ValueError) -> str:
+    """The error's own words; a loader process sends them at the end of its traceback."""
+    text = str(error)
+    if text.startswith("Caught ValueError in "):
+        text = text.rpartition("\nValueError: ")[2].strip()
+    return text
 
 
 def main(
@@ -159,7 +198,7 @@ def main(
     except ValueError as error:
         if os.environ.get("DRAFTGRID_TRACEBACK"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_sentence(error)}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         if error.errno is None or os.environ.get("DRAFTGRID_TRACEBACK"):

@@ -18,8 +18,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        _flush(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -35,6 +34,9 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                _flush(file)
         if path.exists():
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
             os.replace(path, old)
@@ -46,9 +48,15 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _flush(path: Path) -> None:
+    """Some file systems tell of a full disk only here."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
 def write_text(path: str | Path, text: str) -> None:
     with atomic(path) as temporary:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -60,8 +68,8 @@ def read_json(path: str | Path) -> Any:
     if not path.is_file():
         raise ValueError(f"{path} does not exist")
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); it may be cut short") from None
 
 

@@ -60,13 +60,24 @@ class TrainedOn:
         return cls(backbone.name, backbone.fingerprint, backbone.hidden_size, grid)
 
 
+class RMSNorm(nn.Module):
+    """torch's, with the weight cast to the input: under autocast the two differ, and torch then warns and slows down."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], eps=1e-6) * self.weight.to(x.dtype)
+
+
 class OffsetHead(nn.Module):
     """(..., k D) -> (..., D): W0 z + SwiGLU(RMSNorm(W0 z))."""
 
     def __init__(self, inputs: int, hidden: int, width: int) -> None:
         super().__init__()
         self.project = nn.Linear(inputs, hidden, bias=False)
-        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.norm = RMSNorm(hidden)
         self.gate = nn.Linear(hidden, width, bias=False)
         self.up = nn.Linear(hidden, width, bias=False)
         self.down = nn.Linear(width, hidden, bias=False)

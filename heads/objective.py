@@ -9,9 +9,14 @@ def smooth_l1(predicted: Tensor, target: Tensor) -> Tensor:
     return nn.functional.smooth_l1_loss(predicted.float(), target.float())
 
 
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Half precision becomes fp32; fp64 stays, for tests."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def mix_guidance(logits: Tensor, guidance: float) -> Tensor:
     """(G, ..., V) -> (..., V) fp32: u + g (c - u) of the conditional and unconditional branch; G = 1 passes through."""
-    logits = logits.float()
+    logits = at_least_fp32(logits)
     if logits.shape[0] == 1:
         return logits[0]
     conditional, unconditional = logits

@@ -31,15 +31,17 @@ class RunFolder:
         if overwrite and config.is_file():
             shutil.rmtree(self.path)
         if config.is_file():
-            if config.read_text() != recipe:
+            theirs = config.read_text(encoding="utf-8")
+            if theirs != recipe:
                 raise ValueError(
-                    f"out={self.path} holds a run of another recipe ({_difference(config.read_text(), recipe)}); "
+                    f"out={self.path} holds a run of another recipe ({_difference(theirs, recipe)}); "
                     "choose another out, or overwrite=true"
                 )
             if resume == "never":
                 raise ValueError(f"out={self.path} holds a run and resume=never; choose another out, or overwrite=true")
             return (self.path / "metrics.json").is_file()
-        if self.path.is_dir() and any(p.suffix != ".log" for p in self.path.iterdir()):
+        # A .part file is what a run killed while it claimed the folder leaves.
+        if self.path.is_dir() and any(p.suffix not in (".log", ".part") for p in self.path.iterdir()):
             raise ValueError(f"out={self.path} is a folder with other files in it; choose an empty or new one")
         write_text(config, recipe)
         return False
@@ -67,8 +69,15 @@ def environment() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return {"versions": versions, "machine": machine(), "revision": revision.stdout.strip() or None}
+    return {"versions": versions, "machine": machine(), "revision": revision()}
+
+
+def revision() -> str | None:
+    """The git revision of this code; None outside a checkout or without git."""
+    if not shutil.which("git"):
+        return None
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return head.stdout.strip() or None
 
 
 def machine() -> str:
@@ -80,7 +89,8 @@ def machine() -> str:
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        models = [line.split(":", 1)[1].strip() for line in lines]
         name = models[0] if models else name
     text = f"{os.cpu_count()} cores of {name}, {platform.system()}, Python {platform.python_version()}"
     return text + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "")

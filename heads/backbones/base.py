@@ -262,9 +262,12 @@ def load_backbone(
 ) -> Backbone:
     """Load a frozen backbone from a folder, or the demo's by the name `emoji`.
 
-    `adapter` and `grid` default to what the checkpoint's draftgrid.json says. Raises ValueError for an unknown adapter,
-    a missing folder, and weights that lack a key or carry one too many.
+    `adapter` and `grid` default to what the checkpoint's draftgrid.json says, `dtype` to fp32 on a CPU and the
+    checkpoint's own elsewhere. Raises ValueError for an unknown adapter, a missing folder, and weights that lack a key
+    or carry one too many.
     """
+    if dtype is None and torch.device(device).type == "cpu":
+        dtype = torch.float32
     path = resolve_checkpoint(checkpoint)
     card = read_json(path / CARD) if (path / CARD).is_file() else {}
     adapter = adapter or card.get("adapter")

@@ -1,0 +1,68 @@
+"""The arithmetic every decoder shares: logits -> distribution, and moving a token from one distribution to another.
+
+One pipeline serves the target p and every draft q, and the tensor a token was drawn from is the tensor that is kept as
+its record; nothing is re-applied to a residual. All in fp32 (fp64 stays fp64, for tests).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eval.decoders.randomness import RandomSource, Where
+from heads.objective import mix_guidance
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the backbone is sampled. Raises ValueError for a value out of range."""
+
+    guidance: float = 1.0
+    """g in u + g (c - u); 1 = conditional branch only."""
+    temperature: float = 1.0
+    """0 = greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens (ties with the k-th stay); 0 = all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens that holds this much probability."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}; use 0 (greedy) or more")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}; use 0 (all tokens) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; use a share above 0 and at most 1")
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """(G, ..., V) logits of the guidance branches -> (..., V): mix, temperature, top-k, top-p, softmax."""
+        z = mix_guidance(logits, self.guidance)
+        if self.temperature == 0:
+            return torch.zeros_like(z).scatter_(-1, z.argmax(-1, keepdim=True), 1.0)
+        if self.temperature != 1:
+            z = z / self.temperature
+        if 0 < self.top_k < z.shape[-1]:
+            kth = z.topk(self.top_k, dim=-1).values[..., -1:]
+            z = z.masked_fill(z < kth, -torch.inf)
+        p = z.softmax(-1)
+        if self.top_p < 1:
+            ordered, index = p.sort(-1, descending=True)
+            outside = ordered.cumsum(-1) - ordered >= self.top_p
+            p = p.masked_fill(torch.zeros_like(outside).scatter_(-1, index, outside), 0.0)
+            p = p / p.sum(-1, keepdim=True)
+        return p
+
+
+def transport(y: Tensor, q: Tensor, p: Tensor, source: RandomSource, where: Where) -> tuple[Tensor, Tensor]:
+    """Move tokens y (B, K) from their records q to p (B, K, V) by the maximal coupling; the new record is p.
+
+    Keep y with probability min(1, p / q), else draw from relu(p - q). Returns the tokens and which were kept. A rejected
+    token always changes; a residual without mass can only be rounding (p = q), and then y stays.
+    Speculative sampling, arXiv 2211.17192; as a coupling of successive Jacobi iterates: SCD.
+    """
+    index = y[..., None]
+    kept = source.accept((p.gather(-1, index) / q.gather(-1, index)).squeeze(-1), where.to("accept"))
+    residual = (p - q).clamp_min_(0)
+    kept = kept | (residual.sum(-1) == 0)
+    drawn = source.draw(residual, where.to("residual"), needed=~kept)
+    return torch.where(kept, y, drawn), kept

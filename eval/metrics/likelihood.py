@@ -1,0 +1,35 @@
+"""How likely pictures are under the backbone that drew them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eval.decoders.kernels import Sampling
+from heads.backbones.base import Backbone
+from heads.objective import entropy
+
+
+@torch.inference_mode()
+def surprise(backbone: Backbone, tokens: Tensor, prompts: Sequence[str], sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """tokens (B, H, W) -> (negative log-likelihood, excess surprise), (B,) each, nats a token.
+
+    Both under p at the given sampling settings, teacher-forced. Excess surprise is the mean of -log p(x) - H(p): its
+    expectation is 0 for every exact decoder, negative for pictures that are too bland, positive for too wild ones.
+    """
+    branches = [backbone.states(tokens, prompts)[0]]
+    if sampling.guidance != 1:
+        branches.append(backbone.states(tokens, [None] * len(prompts))[0])
+    p = sampling.probabilities(backbone.logits(torch.stack(branches))).flatten(1, 2)
+    chosen = p.gather(-1, tokens.flatten(1)[..., None]).squeeze(-1)
+    # A lossy decoder may emit a token outside the target's top-k; the floor keeps its surprise finite.
+    nll = -chosen.clamp_min(torch.finfo(p.dtype).tiny).log()
+    return nll.mean(1), (nll - entropy(p)).mean(1)
+
+
+def bootstrap(values: Sequence[float], seed: int = 0, draws: int = 2000) -> list[float]:
+    """[mean, low, high]: the mean and its 95 % interval over resampled pictures."""
+    data = np.asarray(values, dtype=np.float64)
+    means = data[np.random.default_rng(seed).integers(0, len(data), (draws, len(data)))].mean(1)
+    return [float(data.mean()), *(float(v) for v in np.quantile(means, [0.025, 0.975]))]

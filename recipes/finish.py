@@ -1,0 +1,140 @@
+"""What a heads run ends with: its figures, the exported folder, and pictures drawn with it."""
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from data.module import TokenDataModule
+from heads.grid import offset_name
+from heads.module import HeadsModule, adamw
+from heads.run_folder import RunFolder
+from heads.tokenizers import ImageTokenizer
+from recipes.schema import TrainConfig
+
+
+def figures(module: HeadsModule, data: TokenDataModule, per_step: float | None, config: TrainConfig) -> dict[str, Any]:
+    """Validation figures as {kind: {offset: value}}, and seconds: a step in the run, and its parts timed alone."""
+    found: dict[str, Any] = {}
+    for name, value in module.figures.items():
+        kind, _, offset = name.partition("/")
+        if offset:
+            found.setdefault(kind, {})[offset] = value
+        else:
+            found[kind] = value
+    forward, step = step_parts(module, data, config)
+    found["seconds"] = {"total": None, "per_step": per_step, "frozen_forward": forward, "heads_step": step}
+    return found
+
+
+def step_parts(module: HeadsModule, data: TokenDataModule, config: TrainConfig, repeats: int = 5) -> tuple[float, float]:
+    """Median seconds of the frozen forward, and of the heads' forward, backward and optimizer step, on one batch.
+
+    Same batch size and precision as the run; on a copy of the heads, so that nothing trained is touched.
+    """
+    loader = data.train_dataloader()
+    batch = next(iter(loader)).to(module.backbone.device)
+    heads = copy.deepcopy(module.heads).train()
+    twin = HeadsModule(module.backbone, heads, module.optim)
+    optimizer = adamw([p for p in heads.parameters() if p.requires_grad], module.optim, 100)["optimizer"]
+    context: Callable[[], Any] = module.trainer.precision_plugin.forward_context
+
+    def frozen() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad(), context():
+            return module.backbone.states(batch.tokens, batch.captions)
+
+    h, e = frozen()
+
+    def heads_step() -> None:
+        with context():
+            loss = twin.loss(h, e)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(heads.parameters(), config.trainer.clip or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return seconds(frozen, repeats), seconds(heads_step, repeats)
+
+
+def seconds(call: Callable[[], Any], repeats: int) -> float:
+    """Median wall-clock of `repeats` calls after one that warms up."""
+    times = []
+    for _ in range(repeats + 1):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return median(times[1:])
+
+
+def export(
+    module: HeadsModule, folder: RunFolder, config: TrainConfig, recipe: str, metrics: dict[str, Any], data_hash: str
+) -> Path:
+    """Write DIR/heads. Returns the folder."""
+    out = folder.path / "heads"
+    module.heads.save_pretrained(out, model_card(module, config, metrics, data_hash), recipe)
+    return out
+
+
+def model_card(module: HeadsModule, config: TrainConfig, metrics: dict[str, Any], data_hash: str) -> str:
+    owner = module.heads.trained_on
+    rows = [
+        f"| {name} | {metrics['acceptance'][name]:.3f} | {metrics['acceptance_uncertain'].get(name, float('nan')):.3f} "
+        f"| {metrics['smooth_l1'][name]:.4f} | {metrics['cosine'][name]:.3f} |"
+        for name in (offset_name(o) for o in module.heads.offsets)
+        if name in metrics.get("acceptance", {})
+    ]
+    parameters = sum(p.numel() for p in module.heads.parameters())
+    return "\n".join(
+        [
+            "---",
+            "library_name: draftgrid",
+            "tags: [speculative-decoding, image-generation]",
+            "---",
+            f"# Drafting heads for {owner.name}",
+            "",
+            f"{len(rows)} heads, {parameters:,} parameters, trained with recipe `{config.recipe}` (see recipe.yaml).",
+            f"They belong to one backbone: fingerprint `{owner.fingerprint}`, grid {owner.grid[0]}x{owner.grid[1]}.",
+            "",
+            "```python",
+            "from heads import MTPHeads, load_backbone",
+            f'backbone = load_backbone("{config.backbone.checkpoint}")',
+            'heads = MTPHeads.from_pretrained("this folder", backbone)',
+            "```",
+            "",
+            "Held-out figures (acceptance = sum of min(p, q); uncertain: positions with H(p) >= 0.5 nats):",
+            "",
+            "| offset | acceptance | uncertain | Smooth-L1 | cosine |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+            f"Training data: `{config.data.source or config.data.dir}`, manifest sha256 `{data_hash}`.",
+            "Licences: the backbone's and the training data's apply; the demo's pictures are Twemoji, CC-BY-4.0.",
+            "",
+        ]
+    )
+
+
+def sheet(heads: Path, tokenizer: ImageTokenizer, config: TrainConfig, folder: RunFolder) -> None:
+    """Draw held-out prompts with AR and SSD; writes DIR/sheet.png and DIR/bench.json and prints the table."""
+    from eval.bench import bench, table
+    from eval.setup import EvalConfig, load
+
+    s = config.sheet
+    settings = EvalConfig(
+        heads=str(heads),
+        backbone=config.backbone.checkpoint,
+        tokenizer=config.backbone.tokenizer,
+        prompts=s.prompts,
+        images=s.images,
+        seed=config.seed,
+    )
+    decoders = f"ar,ssd:rounds={s.rounds}"
+    print(table(bench(load(settings, True), decoders, folder.path, heads=str(heads), repeats=1, seed=config.seed)))
