@@ -1,6 +1,8 @@
-"""Look at a shard set: what it holds, and a contact sheet decoded from its codes.
+"""Look at a shard set.
 
-python -m data.show dir=runs/data/emoji/train out=runs/show
+    python -m data.show dir=runs/data/emoji/train out=runs/show
+
+Prints what it holds and writes a contact sheet decoded from its codes.
 """
 
 from collections import Counter

@@ -1,6 +1,8 @@
-"""Check a shard set: every hash, every sample, the counts.
+"""Check a shard set.
 
-python -m data.verify dir=runs/data/emoji/train
+    python -m data.verify dir=runs/data/emoji/train
+
+Looks at every hash, every sample and the counts.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Decoders side by side with AR, in one process: steps, seconds, acceptance, likelihood.
 
-    python -m eval.bench heads=runs/emoji_ssd/heads images=16 out=runs/bench
+python -m eval.bench heads=runs/emoji_ssd/heads images=16 out=runs/bench
 """
 
 import time
@@ -53,12 +53,16 @@ class Run:
         return sum(getattr(r.stats, name) for r in self.results)
 
 
-def measure(loaded: Loaded, chosen: Sequence[tuple[str, dict, Policy]], repeats: int, batch: int, seed: int) -> list[Run]:
+def measure(
+    loaded: Loaded, chosen: Sequence[tuple[str, dict, Policy]], repeats: int, batch: int, seed: int
+) -> list[Run]:
     """Draw all prompts with every decoder, `repeats` times, decoders taking turns so that slow minutes hit all alike."""
     runs = [Run(name, settings, policy, [], []) for name, settings, policy in chosen]
     prompts = loaded.prompts
     for run in runs:  # warm-up: first calls allocate and choose kernels
-        decode(loaded.backbone, prompts[:batch], make_policy(run.name, **run.settings), loaded.sampling, loaded.heads, seed)
+        decode(
+            loaded.backbone, prompts[:batch], make_policy(run.name, **run.settings), loaded.sampling, loaded.heads, seed
+        )
     with tqdm(total=len(runs) * repeats * len(prompts), desc="bench", unit="img") as bar:
         for _ in range(repeats):
             for run in runs:
@@ -67,7 +71,9 @@ def measure(loaded: Loaded, chosen: Sequence[tuple[str, dict, Policy]], repeats:
                     part = prompts[i : i + batch]
                     numbers = range(i, i + len(part))
                     policy = make_policy(run.name, **run.settings)
-                    run.results.append(decode(loaded.backbone, part, policy, loaded.sampling, loaded.heads, seed, numbers))
+                    run.results.append(
+                        decode(loaded.backbone, part, policy, loaded.sampling, loaded.heads, seed, numbers)
+                    )
                     bar.update(len(part))
                 run.seconds.append((time.perf_counter() - begun) / len(prompts))
     return runs
@@ -110,7 +116,10 @@ def interpolate(cost: dict[int, float], length: float) -> float:
 def row(run: Run, ar: Run, loaded: Loaded, cost: dict[int, float]) -> dict[str, Any]:
     stats = [r.stats for r in run.results]
     images = len(loaded.prompts)
-    parts = [surprise(loaded.backbone, r.tokens, p, loaded.sampling) for r, p in zip(run.results, _batches(run, loaded), strict=True)]
+    parts = [
+        surprise(loaded.backbone, r.tokens, p, loaded.sampling)
+        for r, p in zip(run.results, _batches(run, loaded), strict=True)
+    ]
     nll = torch.cat([n for n, _ in parts]).tolist()
     excess = torch.cat([e for _, e in parts]).tolist()
     nfe = mean(s.nfe for s in stats)
@@ -174,7 +183,12 @@ def bench(
         "heads": heads,
         "grid": [grid.height, grid.width],
         "machine": f"{machine()}, {torch.get_num_threads()} threads",
-        "sampling": {"guidance": sampling.guidance, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p},
+        "sampling": {
+            "guidance": sampling.guidance,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+        },
         "batch_size": batch_size,
         "rows": [row(run, runs[0], loaded, cost) for run in runs],
         "step_cost": {str(n): t for n, t in cost.items()},

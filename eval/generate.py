@@ -1,6 +1,6 @@
 """Prompts -> PNGs and a sheet, with any decoder.
 
-    python -m eval.generate prompt="a red apple" heads=runs/emoji_ssd/heads decoder=ssd:rounds=2 out=runs/pictures
+python -m eval.generate prompt="a red apple" heads=runs/emoji_ssd/heads decoder=ssd:rounds=2 out=runs/pictures
 """
 
 import re
@@ -50,7 +50,9 @@ def run(config: GenerateConfig) -> None:
                 callback=lambda rows, _, n=len(batch), before=bar.n: bar.update(before + rows * n - bar.n),
                 **settings,
             )
-            for i, (prompt, picture) in enumerate(zip(batch, loaded.tokenizer.pil(result.tokens, config.scale), strict=True)):
+            for i, (prompt, picture) in enumerate(
+                zip(batch, loaded.tokenizer.pil(result.tokens, config.scale), strict=True)
+            ):
                 file = f"{start + i:04d}-{re.sub(r'[^a-z0-9]+', '-', prompt.lower()).strip('-')[:60]}.png"
                 with atomic(out / file) as temporary:
                     picture.save(temporary, "PNG")

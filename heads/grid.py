@@ -62,7 +62,9 @@ class TokenGrid:
         """
         dy, dx = offset
         if dy < 0 or (dy == 0 and dx <= 0):
-            raise ValueError(f"offset {offset} points to a token that is already known; use dy > 0, or dy = 0 and dx > 0")
+            raise ValueError(
+                f"offset {offset} points to a token that is already known; use dy > 0, or dy = 0 and dx > 0"
+            )
         cells = torch.arange(self.positions)
         y, x = cells // self.width, cells % self.width
         inside = (y + dy < self.height) & (x + dx < self.width) & (x + dx >= 0)

@@ -232,4 +232,6 @@ def _download(folder_or_id: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(folder_or_id)))
     except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ValueError(f"heads {folder_or_id}: no such folder, and the hub says: {str(error).splitlines()[0]}") from None
+        raise ValueError(
+            f"heads {folder_or_id}: no such folder, and the hub says: {str(error).splitlines()[0]}"
+        ) from None

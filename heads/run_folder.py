@@ -63,7 +63,7 @@ class RunFolder:
 
 def environment() -> dict[str, Any]:
     """Versions, machine and git revision, for run.json and bench.json."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)

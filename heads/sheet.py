@@ -14,7 +14,9 @@ def contact_sheet(
 ) -> Image.Image:
     """Pictures scaled to `cell` pixels without smoothing; labels left of the rows, titles above the columns."""
     font = ImageFont.load_default(size=13)
-    margin = max((int(font.getlength(line)) for text in labels for line in text.split("\n")), default=-2 * gap) + 2 * gap
+    margin = (
+        max((int(font.getlength(line)) for text in labels for line in text.split("\n")), default=-2 * gap) + 2 * gap
+    )
     head = 18 if titles else 0
     columns = max(len(row) for row in rows)
     sheet = Image.new("RGB", (margin + columns * (cell + gap) + gap, head + len(rows) * (cell + gap) + gap), "white")

@@ -35,7 +35,9 @@ def choose_devices(accelerator: str, devices: int) -> tuple[str, int]:
         accelerator = "gpu" if found else "cpu"
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
     if accelerator == "gpu" and devices > found:
-        raise ValueError(f"this run needs {devices} GPU(s), but the machine has {found}; set trainer.devices or trainer.accelerator=cpu")
+        raise ValueError(
+            f"this run needs {devices} GPU(s), but the machine has {found}; set trainer.devices or trainer.accelerator=cpu"
+        )
     return accelerator, devices
 
 

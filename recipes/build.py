@@ -129,9 +129,14 @@ def make_backbone(config: TrainConfig, tokenizer: ImageTokenizer) -> Backbone:
     return new_emu3(captions, tokenizer.codebook_size, tuple(b.grid), b.size, config.seed)  # type: ignore[arg-type]
 
 
-def make_trainer(config: TrainConfig, folder: RunFolder, devices: tuple[str, int], callbacks: list[Callback]) -> L.Trainer:
+def make_trainer(
+    config: TrainConfig, folder: RunFolder, devices: tuple[str, int], callbacks: list[Callback]
+) -> L.Trainer:
     t = config.trainer
-    loggers = [CSVLogger(folder.path, name="logs", version="csv"), TensorBoardLogger(folder.path, name="logs", version="tensorboard")]
+    loggers = [
+        CSVLogger(folder.path, name="logs", version="csv"),
+        TensorBoardLogger(folder.path, name="logs", version="tensorboard"),
+    ]
     return L.Trainer(
         accelerator=devices[0],
         devices=devices[1],
@@ -257,4 +262,3 @@ pictures: {sheet}
     backbone = load_backbone()
     heads = MTPHeads.from_pretrained("{out}", backbone)
 """
-

@@ -31,7 +31,9 @@ def figures(module: HeadsModule, data: TokenDataModule, per_step: float | None, 
     return found
 
 
-def step_parts(module: HeadsModule, data: TokenDataModule, config: TrainConfig, repeats: int = 5) -> tuple[float, float]:
+def step_parts(
+    module: HeadsModule, data: TokenDataModule, config: TrainConfig, repeats: int = 5
+) -> tuple[float, float]:
     """Median seconds of the frozen forward, and of the heads' forward, backward and optimizer step, on one batch.
 
     Same batch size and precision as the run; on a copy of the heads, so that nothing trained is touched.

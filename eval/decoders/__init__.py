@@ -13,7 +13,17 @@ from heads.backbones.base import Backbone
 from heads.cli import nearest
 from heads.mtp import MTPHeads
 
-__all__ = ["DECODERS", "DecodeResult", "Policy", "RandomSource", "Sampling", "SeededSource", "Stats", "decode", "make_policy"]
+__all__ = [
+    "DECODERS",
+    "DecodeResult",
+    "Policy",
+    "RandomSource",
+    "Sampling",
+    "SeededSource",
+    "Stats",
+    "decode",
+    "make_policy",
+]
 
 DECODERS: dict[str, type[Policy]] = {"ar": AR, "ssd": SSD}
 

@@ -170,7 +170,9 @@ def run(
     if not prompts:
         raise ValueError("no prompt to draw")
     if policy.needs_heads and heads is None:
-        raise ValueError(f"decoder {policy.name} drafts with heads; give heads=MTPHeads.from_pretrained(folder, backbone)")
+        raise ValueError(
+            f"decoder {policy.name} drafts with heads; give heads=MTPHeads.from_pretrained(folder, backbone)"
+        )
     if heads is not None:
         heads.check(backbone)
     grid, device = backbone.grid, backbone.device

@@ -32,7 +32,9 @@ class SSD(Policy):
         if rows not in (1, 2):
             raise ValueError(f"rows is {rows}; a block has 1 or 2 rows")
         if staged < 0 or (staged and (rows != 2 or rounds == 0)):
-            raise ValueError(f"staged is {staged}; it counts extra rounds of the second row, so it needs rows=2, rounds>=1")
+            raise ValueError(
+                f"staged is {staged}; it counts extra rounds of the second row, so it needs rows=2, rounds>=1"
+            )
         self.rounds, self.rows, self.staged = rounds, rows, staged
 
     def begin(self, canvas: Canvas) -> None:
@@ -66,7 +68,9 @@ class SSD(Policy):
             return
         W = canvas.backbone.grid.width
         start, end = self.runs[0][1], self.runs[-1][2]
-        predicted = [canvas.predict((dy, dx), canvas.positions(a - dy * W - dx, b - dy * W - dx)) for (dy, dx), a, b in self.runs]
+        predicted = [
+            canvas.predict((dy, dx), canvas.positions(a - dy * W - dx, b - dy * W - dx)) for (dy, dx), a, b in self.runs
+        ]
         self.q = canvas.sampling.probabilities(canvas.backbone.logits(cat(predicted, dim=2)))
         canvas.tokens[:, start:end] = canvas.source.draw(self.q, canvas.where(canvas.positions(start, end)))
         first_row = self.runs[0][2]

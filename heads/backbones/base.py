@@ -112,7 +112,9 @@ class Backbone(nn.Module, ABC):
             digest = hashlib.sha256()
             for name, tensor in sorted(self.identity().items()):
                 digest.update(f"{name}{tuple(tensor.shape)}".encode())
-                digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+                digest.update(
+                    tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
+                )
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 

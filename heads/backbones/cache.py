@@ -22,7 +22,9 @@ class _Layer(CacheLayerMixin):
         self.values = value_states.new_zeros(R, heads, self.cache.capacity, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -73,4 +75,6 @@ class RaggedCache(Cache):
         if positions.shape == (1, 1):
             return None
         hidden = torch.arange(self.seen, device=positions.device) > positions[:, None, :, None]
-        return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, torch.finfo(dtype).min)
+        return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(
+            hidden, torch.finfo(dtype).min
+        )

@@ -43,9 +43,13 @@ class Emu3Backbone(Backbone):
         vocabulary = model.config.vocabulary_map or {}
         codes = {int(k[-8:-2]): v for k, v in vocabulary.items() if k.startswith("<|visual token")}
         if not codes or ROW_END not in vocabulary:
-            raise ValueError(f"{name}: config.vocabulary_map lacks '<|visual token ...|>' or {ROW_END!r}; is it an Emu3?")
+            raise ValueError(
+                f"{name}: config.vocabulary_map lacks '<|visual token ...|>' or {ROW_END!r}; is it an Emu3?"
+            )
         if sorted(codes) != list(range(len(codes))):
-            raise ValueError(f"{name}: config.vocabulary_map names {len(codes)} visual tokens with gaps in their numbers")
+            raise ValueError(
+                f"{name}: config.vocabulary_map names {len(codes)} visual tokens with gaps in their numbers"
+            )
         self.image_vocab_size = len(codes)
         ids = torch.tensor([codes[c] for c in range(len(codes))])
         self.register_buffer("image_ids", ids, persistent=False)
@@ -81,7 +85,9 @@ class Emu3Backbone(Backbone):
         missing = sorted(k for k in info["missing_keys"] if not k.startswith("model.vqmodel."))
         wrong = sorted(str(k) for k in [*info["unexpected_keys"], *info["mismatched_keys"]])
         if missing or wrong:
-            raise ValueError(f"{folder}: weights lack {missing[:3] or 'nothing'} and have unknown or misshapen {wrong[:3]}")
+            raise ValueError(
+                f"{folder}: weights lack {missing[:3] or 'nothing'} and have unknown or misshapen {wrong[:3]}"
+            )
         if any(k.startswith("model.vqmodel.") for k in info["missing_keys"]):
             model.model.vqmodel = nn.Identity()  # saved without its pixel decoder: hold no random one
         return cls(model, load_processor(folder), name=folder.name, **settings)

@@ -90,7 +90,12 @@ def new_emu3(
         eos_token_id=vocabulary["<eos>"],
     )
     pixels = Emu3VQVAEConfig(
-        codebook_size=codes, base_channels=32, channel_multiplier=[1], num_res_blocks=1, attn_resolutions=[], hidden_size=32
+        codebook_size=codes,
+        base_channels=32,
+        channel_multiplier=[1],
+        num_res_blocks=1,
+        attn_resolutions=[],
+        hidden_size=32,
     )
     config = Emu3Config(text_config=text, vq_config=pixels, vocabulary_map=vocabulary)
     config._attn_implementation = attention

@@ -28,7 +28,9 @@ class PatchVQ(ImageTokenizer):
 
     def _patches(self, images: Tensor) -> Tensor:
         if images.shape[-1] % self.patch or images.shape[-2] % self.patch:
-            raise ValueError(f"picture of {tuple(images.shape[-2:])} pixels does not divide into {self.patch}x{self.patch}")
+            raise ValueError(
+                f"picture of {tuple(images.shape[-2:])} pixels does not divide into {self.patch}x{self.patch}"
+            )
         return rearrange(images, "b c (h p) (w q) -> b h w (c p q)", p=self.patch, q=self.patch)
 
     def encode(self, images: Tensor) -> Tensor:

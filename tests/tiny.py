@@ -1,0 +1,193 @@
+"""Small worlds whose answers are known: a tiny Emu3, a table backbone whose law can be enumerated, an oracle head."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from eval.decoders import Policy, Sampling
+from eval.decoders.engine import run
+from eval.decoders.randomness import Where
+from heads.backbones.base import Backbone
+from heads.backbones.emu3 import Emu3Backbone
+from heads.backbones.emu3_new import Emu3Size, new_emu3
+from heads.grid import Offset, TokenGrid
+from heads.mtp import HeadsConfig, MTPHeads, TrainedOn
+
+CAPTIONS = ["a red apple", "big dog, looking left", "blue"]
+
+
+def tiny_emu3(
+    grid: tuple[int, int] = (3, 4), codes: int = 24, double: bool = False, dropout: float = 0.0, spread: float = 6.0
+) -> Emu3Backbone:
+    """Two layers of 32; weights scaled up so that its distributions are far from flat and differ between contexts."""
+    backbone = new_emu3(CAPTIONS, codes, grid, Emu3Size(32, 2, 48, 4, 2, dropout), seed=1)
+    with torch.no_grad():
+        for p in backbone.parameters():
+            if p.ndim == 2:
+                p.mul_(spread)
+    if double:
+        backbone = backbone.double()
+    backbone.freeze()
+    return backbone
+
+
+@dataclass
+class TableState:
+    fed: list[list[int]]
+    branches: int = 1
+
+
+class TableBackbone(Backbone):
+    """p(x_i | x_<i) from a table of random logits, one row per prefix; a state is its own logits.
+
+    Fulfils the engine's side of the contract without a network, so that every path of a decoder can be enumerated.
+    """
+
+    adapter = "table"
+
+    def __init__(self, grid: tuple[int, int], codes: int, seed: int = 0, spread: float = 1.5) -> None:
+        super().__init__()
+        self.grid, self.image_vocab_size, self.hidden_size, self.name = TokenGrid(*grid), codes, codes, "table"
+        generator = torch.Generator().manual_seed(seed)
+        self.table = {
+            prefix: spread * torch.randn(codes, generator=generator, dtype=torch.float64)
+            for n in range(self.grid.positions)
+            for prefix in product(range(codes), repeat=n)
+        }
+        self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64), requires_grad=False)
+        self._fingerprint = f"table-{grid}-{codes}-{seed}"
+
+    layers = 0
+
+    def prompt_ids(self, prompts: Sequence[str | None]) -> list[Tensor]:
+        return [torch.zeros(1, dtype=torch.long) for _ in prompts]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(tokens, self.image_vocab_size).double()
+
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        raise AssertionError("a table has no vocabulary ids")
+
+    def structure_ids(self) -> list[int]:
+        return []
+
+    def trunk(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: object) -> Tensor:
+        raise AssertionError("a table has no trunk")
+
+    def identity(self) -> dict[str, Tensor]:
+        return {"table": self.weight}
+
+    @classmethod
+    def from_pretrained(cls, folder: object, **settings: object) -> "TableBackbone":
+        raise AssertionError("a table is not loaded")
+
+    def logits(self, h: Tensor) -> Tensor:
+        return h
+
+    def state_of(self, prefix: Sequence[int]) -> Tensor:
+        return self.table[tuple(prefix)]
+
+    def start(self, prompts: Sequence[str], guidance: float = 1.0) -> tuple[TableState, Tensor]:  # type: ignore[override]
+        h = self.state_of(()).expand(1, len(prompts), 1, -1)
+        return TableState([[] for _ in prompts]), h
+
+    def forward(self, state: TableState, tokens: Tensor, first: list[int]) -> Tensor:  # type: ignore[override]
+        rows = []
+        for b, row in enumerate(tokens.tolist()):
+            assert len(state.fed[b]) == first[b]
+            for token in row:
+                state.fed[b].append(token)
+                inside = len(state.fed[b]) < self.grid.positions
+                rows.append(self.state_of(state.fed[b]) if inside else torch.zeros(self.image_vocab_size).double())
+        return torch.stack(rows).view(1, *tokens.shape, -1)
+
+    def rollback(self, state: TableState, keep: list[int]) -> None:  # type: ignore[override]
+        for b, k in enumerate(keep):
+            assert 0 <= k <= len(state.fed[b])
+            del state.fed[b][k:]
+
+    def law(self, sampling: Sampling) -> dict[tuple[int, ...], float]:
+        """The exact distribution over whole pictures, by the chain rule."""
+        law: dict[tuple[int, ...], float] = {(): 1.0}
+        for _ in range(self.grid.positions):
+            step: dict[tuple[int, ...], float] = {}
+            for prefix, weight in law.items():
+                p = sampling.probabilities(self.state_of(prefix)[None])
+                step |= {(*prefix, v): weight * float(p[v]) for v in range(self.image_vocab_size) if p[v] > 0}
+            law = step
+        return law
+
+
+class ArbitraryHeads(MTPHeads):
+    """Heads that predict what they like: a fixed random function of offset and source token."""
+
+    kind = "offsets"
+
+    def __init__(self, backbone: Backbone, config: HeadsConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config, self.trained_on = config, TrainedOn.of(backbone)
+        generator = torch.Generator().manual_seed(seed)
+        V = backbone.image_vocab_size
+        self.rows = {o: 2 * torch.randn(V, V, generator=generator, dtype=torch.float64) for o in config.offsets}
+
+    def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:
+        return (e.double() @ self.rows[offset]).expand_as(h)
+
+
+@dataclass
+class Replay:
+    """Follows a list of choices, then takes the first branch and notes the others; weight = chance of the path."""
+
+    choices: list[int]
+    weight: float = 1.0
+    taken: list[int] = field(default_factory=list)
+    open: list[list[int]] = field(default_factory=list)
+
+    def _choose(self, options: list[tuple[int, float]]) -> int:
+        options = [(v, w) for v, w in options if w > 0]
+        at = len(self.taken)
+        if at < len(self.choices):
+            value = self.choices[at]
+        else:
+            value = options[0][0]
+            self.open += [[*self.taken, v] for v, _ in options[1:]]
+        self.taken.append(value)
+        self.weight *= dict(options)[value]
+        return value
+
+    def accept(self, probability: Tensor, where: Where) -> Tensor:
+        flat = [min(1.0, float(a)) for a in probability.flatten()]
+        return torch.tensor([self._choose([(1, a), (0, 1 - a)]) == 1 for a in flat]).view(probability.shape)
+
+    def draw(self, weights: Tensor, where: Where, needed: Tensor | None = None) -> Tensor:
+        rows = weights.reshape(-1, weights.shape[-1])
+        asked = [True] * len(rows) if needed is None else needed.flatten().tolist()
+        drawn = []
+        for row, wanted in zip(rows, asked, strict=True):
+            total = float(row.sum())
+            drawn.append(self._choose([(v, float(w) / total) for v, w in enumerate(row)]) if wanted else 0)
+        return torch.tensor(drawn).view(weights.shape[:-1])
+
+
+def enumerate_law(
+    backbone: TableBackbone, make: type[Policy] | object, sampling: Sampling, heads: MTPHeads | None = None
+) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Every path of the production decoder, as (picture, chance)."""
+    pending: list[list[int]] = [[]]
+    while pending:
+        source = Replay(pending.pop())
+        policy = make()  # type: ignore[operator]
+        result = run(backbone, ["x"], policy, sampling, heads, source=source)
+        pending += source.open
+        yield tuple(result.tokens.flatten().tolist()), source.weight
+
+
+def total_variation(paths: Iterator[tuple[tuple[int, ...], float]], law: dict[tuple[int, ...], float]) -> float:
+    found: dict[tuple[int, ...], float] = {}
+    for picture, weight in paths:
+        found[picture] = found.get(picture, 0.0) + weight
+    assert abs(sum(found.values()) - 1) < 1e-9, "the paths do not add up to 1"
+    return 0.5 * sum(abs(found.get(k, 0.0) - law.get(k, 0.0)) for k in found.keys() | law.keys())
