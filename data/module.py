@@ -17,22 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from data.config import StreamConfig
 from data.shards import Broken, Manifest, Sample, Shard, check_manifest, read_shard
-from heads.cli import key
 
 MAX_BROKEN = 0.01
-
-
-@dataclass
-class StreamConfig:
-    dir: str = key("", "folder with the shard sets train/ and validation/")
-    source: str = key("", "where pictures come from if dir is still empty: emoji or folder:PATH; '' = never encode")
-    copies: int = key(1, "emoji only: copies of a training picture when encoding, the original included")
-    shards: int = key(16, "shard files when encoding")
-    batch_size: int = key(8, "pictures per rank and step")
-    validation_samples: int = key(0, "validate on the first N samples; 0 = all")
-    workers: int = key(1, "loader processes per rank; 0 = in the training process")
-    caption_dropout: float = key(0.1, "share of captions replaced by the unconditional prompt")
 
 
 @dataclass
@@ -171,8 +159,7 @@ class TokenDataModule(L.LightningDataModule):
         """`tokenizer` is the fingerprint of the image tokenizer that belongs to the backbone."""
         super().__init__()
         self.config, self.seed = config, seed
-        if not 0 <= config.caption_dropout <= 1:
-            raise ValueError(f"data.caption_dropout is {config.caption_dropout}; it is a share between 0 and 1")
+        config.check()
         if config.validation_samples < 0:
             raise ValueError(f"data.validation_samples is {config.validation_samples}; use 0 (all) or more")
         self.folder = Path(config.dir)
@@ -184,7 +171,8 @@ class TokenDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         rank, world = self._world()
-        start = self.trainer.fit_loop.epoch_loop.batch_progress.total.processed if self.trainer else 0
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total if self.trainer else None
+        start = progress.processed if progress else 0
         c = self.config
         stream = TokenStream(
             self.folder / "train", self.train_set, c.batch_size, self.seed, c.caption_dropout, rank, world, start

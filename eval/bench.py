@@ -56,7 +56,7 @@ class Run:
 def measure(
     loaded: Loaded, chosen: Sequence[tuple[str, dict, Policy]], repeats: int, batch: int, seed: int
 ) -> list[Run]:
-    """Draw all prompts with every decoder, `repeats` times, decoders taking turns so that slow minutes hit all alike."""
+    """Draw all prompts with every decoder, `repeats` times; decoders take turns, so a slow minute hits all alike."""
     runs = [Run(name, settings, policy, [], []) for name, settings, policy in chosen]
     prompts = loaded.prompts
     for run in runs:  # warm-up: first calls allocate and choose kernels
@@ -178,7 +178,7 @@ def bench(
     grid = loaded.backbone.grid
     cost = step_cost(loaded.backbone, loaded.prompts[0], loaded.sampling.guidance)
     sampling: Sampling = loaded.sampling
-    report = {
+    report: dict[str, Any] = {
         "backbone": {"name": loaded.backbone.name, "fingerprint": loaded.backbone.fingerprint},
         "heads": heads,
         "grid": [grid.height, grid.width],
@@ -196,12 +196,16 @@ def bench(
     write_json(out / "bench.json", report)
     shown = [loaded.tokenizer.pil(run.tokens[:columns]) for run in runs]
     labels = [
-        f"{label(r)}\n{r['nfe']:.0f} steps\n{r['seconds_per_image']:.2f} s, {r['speedup']:.1f}x\n{'exact' if r['exact'] else 'lossy'}"
+        f"{label(r)}\n{r['nfe']:.0f} steps, {law(r)}\n{r['seconds_per_image']:.2f} s, {r['speedup']:.1f}x"
         for r in report["rows"]
     ]
     with atomic(out / "sheet.png") as temporary:
         contact_sheet(shown, labels, loaded.prompts[:columns]).save(temporary, "PNG")
     return report
+
+
+def law(row: dict[str, Any]) -> str:
+    return "exact" if row["exact"] else "lossy"
 
 
 def label(row: dict[str, Any]) -> str:
@@ -218,8 +222,8 @@ def table(report: dict[str, Any]) -> str:
         m, low, high = r["excess_surprise"]
         changed = "" if r["change_rate"] is None else f"{r['change_rate']:.1%}"
         lines.append(
-            f"{label(r):<32}{'exact' if r['exact'] else 'lossy':>6}{r['nfe']:>7.1f}{r['seconds_per_image']:>9.3f}"
-            f"{r['speedup']:>9.2f}x{r['speedup_allowed']:>8.2f}x{r['nll']:>7.2f}{f'{m:+.3f} ({low:+.3f} {high:+.3f})':>26}{changed:>9}"
+            f"{label(r):<32}{law(r):>6}{r['nfe']:>7.1f}{r['seconds_per_image']:>9.3f}{r['speedup']:>9.2f}x"
+            f"{r['speedup_allowed']:>8.2f}x{r['nll']:>7.2f}{f'{m:+.3f} ({low:+.3f} {high:+.3f})':>26}{changed:>9}"
         )
     cost = ", ".join(f"{n}: {1000 * t:.1f}" for n, t in report["step_cost"].items())
     return "\n".join([*lines, f"forward over L tokens, ms: {cost}", f"machine: {report['machine']}"])

@@ -5,6 +5,7 @@ python -m eval.generate prompt="a red apple" heads=runs/emoji_ssd/heads decoder=
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -47,7 +48,7 @@ def run(config: GenerateConfig) -> None:
                 top_p=config.top_p,
                 seed=config.seed,
                 samples=range(start, start + len(batch)),
-                callback=lambda rows, _, n=len(batch), before=bar.n: bar.update(before + rows * n - bar.n),
+                callback=partial(_advance, bar, bar.n, len(batch)),
                 **settings,
             )
             for i, (prompt, picture) in enumerate(
@@ -63,6 +64,10 @@ def run(config: GenerateConfig) -> None:
         contact_sheet([pictures[i : i + columns] for i in range(0, len(pictures), columns)]).save(temporary, "PNG")
     write_json(out / "pictures.json", {"decoder": name, "settings": settings, "seed": config.seed, "pictures": records})
     print(f"{len(pictures)} pictures, {records[-1]['steps']} steps each batch: {out / 'sheet.png'}")
+
+
+def _advance(bar: tqdm, before: int, batch: int, rows: int, _: object) -> None:
+    bar.update(before + rows * batch - bar.n)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from heads.backbones import Backbone, load_backbone
+    from heads.config import HeadsConfig
     from heads.grid import TokenGrid
-    from heads.mtp import HeadsConfig, MTPHeads, OffsetHeads
+    from heads.mtp import MTPHeads, OffsetHeads
     from heads.tokenizers import ImageTokenizer, load_tokenizer
 
 _HOME = {
     "Backbone": "heads.backbones",
     "load_backbone": "heads.backbones",
     "TokenGrid": "heads.grid",
-    "HeadsConfig": "heads.mtp",
+    "HeadsConfig": "heads.config",
     "MTPHeads": "heads.mtp",
     "OffsetHeads": "heads.mtp",
     "ImageTokenizer": "heads.tokenizers",

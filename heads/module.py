@@ -6,7 +6,6 @@ over all ranks (torchmetrics.MeanMetric).
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from heads.backbones.base import Backbone
-from heads.cli import key
+from heads.config import OptimConfig
 from heads.grid import offset_name
 from heads.mtp import MTPHeads
 from heads.objective import acceptance, entropy, mix_guidance, smooth_l1
@@ -24,19 +23,8 @@ UNCERTAIN = 0.5
 """Nats: positions whose H(p) is at least this are reported apart; the rest is plain background any guess gets right."""
 
 
-@dataclass
-class OptimConfig:
-    lr: float = key(1e-3, "peak learning rate of AdamW")
-    warmup: int = key(50, "steps of linear warm-up, then cosine decay")
-    final: float = key(0.05, "last learning rate, as a share of the peak")
-    weight_decay: float = key(0.01, "on matrices, not on norms")
-    beta2: float = key(0.99, "AdamW's second-moment decay")
-
-
 def adamw(parameters: Sequence[nn.Parameter], config: OptimConfig, steps: int) -> dict[str, Any]:
     """Lightning's optimizer dictionary: AdamW, linear warm-up, cosine to `final` of the peak at the last step."""
-    if config.lr <= 0:
-        raise ValueError(f"optim.lr is {config.lr}; it must be positive")
     decay = [p for p in parameters if p.ndim >= 2]
     rest = [p for p in parameters if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
@@ -122,7 +110,7 @@ class HeadsModule(_Module):
         self.means = nn.ModuleDict({n: MeanMetric() for n in [*names, "backbone_nll", "backbone_entropy"]})
         self.strict_loading = False
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Heads only: the backbone never enters a checkpoint."""
         return {k: v for k, v in super().state_dict(*args, **kwargs).items() if k.startswith("heads.")}
 

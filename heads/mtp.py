@@ -16,33 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from heads.backbones.base import Backbone
-from heads.cli import key
+from heads.config import HeadsConfig
 from heads.files import atomic_folder, read_json, write_json, write_text
 from heads.grid import Offset, TokenGrid, offset_name
 
 FORMAT = 1
-INPUTS = ("h+e", "h", "e")
-
-
-@dataclass
-class HeadsConfig:
-    right: int = key(5, "heads to the right: 1 .. right cells")
-    down: int = key(2, "heads below: 1 .. down rows")
-    width: int = key(0, "hidden width of each head's SwiGLU; 0 = the backbone's hidden size")
-    input: str = key("h+e", "what a head reads: h+e (state and token embedding), h, or e")
-
-    def check(self) -> None:
-        """Raises ValueError naming the field."""
-        if self.right < 0 or self.down < 0 or self.right + self.down == 0:
-            raise ValueError(f"heads.right is {self.right} and heads.down is {self.down}; at least one head is needed")
-        if self.width < 0:
-            raise ValueError(f"heads.width is {self.width}; use 0 for the backbone's hidden size, or a positive width")
-        if self.input not in INPUTS:
-            raise ValueError(f"heads.input is {self.input!r}; use one of {', '.join(INPUTS)}")
-
-    @property
-    def offsets(self) -> list[Offset]:
-        return [(0, x) for x in range(1, self.right + 1)] + [(y, 0) for y in range(1, self.down + 1)]
 
 
 @dataclass(frozen=True)
@@ -61,7 +39,7 @@ class TrainedOn:
 
 
 class RMSNorm(nn.Module):
-    """torch's, with the weight cast to the input: under autocast the two differ, and torch then warns and slows down."""
+    """torch's, with the weight cast to the input: under autocast the two differ, and torch warns and slows down."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -100,7 +78,7 @@ class MTPHeads(nn.Module):
         return self.config.offsets
 
     def train_pairs(self, grid: TokenGrid) -> dict[str, tuple[Tensor, Tensor]]:
-        """{offset name: (source, target) positions} of one picture; an offset that leaves the grid everywhere is left out."""
+        """{offset name: (source, target) positions} of one picture; an offset too long for the grid is left out."""
         pairs = {offset_name(o): grid.pairs(o) for o in self.offsets}
         return {name: pair for name, pair in pairs.items() if len(pair[0])}
 

@@ -36,7 +36,8 @@ def choose_devices(accelerator: str, devices: int) -> tuple[str, int]:
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
     if accelerator == "gpu" and devices > found:
         raise ValueError(
-            f"this run needs {devices} GPU(s), but the machine has {found}; set trainer.devices or trainer.accelerator=cpu"
+            f"this run needs {devices} GPU(s), but the machine has {found}; "
+            "set trainer.devices, or trainer.accelerator=cpu"
         )
     return accelerator, devices
 

@@ -1,6 +1,8 @@
 """From a resolved recipe to a job that can be fitted and finished. Imported by train.py alone."""
 
+import logging
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +39,21 @@ class Job:
     module: L.LightningModule
     data: TokenDataModule
     finish: Callable[[], None]
+
+
+def quiet() -> None:
+    """Switch off, by name, what libraries say that is not so here or is no news to a user."""
+    for message in (
+        ".*in eval mode at the start of training.*",  # the frozen backbone: that is the point
+        ".*your dataloader is not resumable.*",  # the stream resumes by its batch count, exactly
+        ".*treespec, LeafSpec.*",  # Lightning's own use of torch
+        ".*smaller than the logging interval.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*does not have many workers.*",
+        ".*Our suggested max number of worker.*",
+    ):
+        warnings.filterwarnings("ignore", message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
 
 
 def resolved(config: TrainConfig) -> str:
@@ -99,6 +116,7 @@ def prepare_data(config: TrainConfig, tokenizer: ImageTokenizer) -> None:
 
 def build(config: TrainConfig, folder: RunFolder) -> Job:
     """Load, check everything that can be checked, and hand out the pieces. Raises ValueError before a step is made."""
+    quiet()
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     L.seed_everything(config.seed, verbose=False)
@@ -194,7 +212,8 @@ class StepTimer(Callback):
     def on_validation_start(self, *_: Any) -> None:
         self.mark = None
 
-    on_save_checkpoint = on_validation_start
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self.mark = None
 
     def median(self) -> float | None:
         return sorted(self.steps)[len(self.steps) // 2] if self.steps else None

@@ -3,11 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.module import StreamConfig
-from heads.backbones.emu3_new import Emu3Size
+from data.config import StreamConfig
 from heads.cli import key
-from heads.module import OptimConfig
-from heads.mtp import HeadsConfig
+from heads.config import Emu3Size, HeadsConfig, OptimConfig
 
 RECIPES = Path(__file__).parent
 DEFAULT = "emoji_ssd"
@@ -77,4 +75,5 @@ class TrainConfig:
             raise ValueError(f"sheet.rounds is {self.sheet.rounds}; use 0 (draft only) or more")
         if self.backbone.grid and (len(self.backbone.grid) != 2 or min(self.backbone.grid) < 1):
             raise ValueError(f"backbone.grid is {self.backbone.grid}; use [rows, columns]")
-        self.heads.check()
+        for part in (self.data, self.heads, self.optim):
+            part.check()

@@ -25,7 +25,7 @@ RowCallback = Callable[[int, Tensor], None]
 
 @dataclass
 class Stats:
-    """What decoding cost and how its drafts fared. Counts are of image tokens; a forward is one call, whatever it batches."""
+    """What decoding cost and how its drafts fared. Counts are of image tokens; a batched forward is one call."""
 
     nfe: int = 0
     """Forwards of the backbone, the prefill included (AR: H * W)."""
@@ -84,12 +84,12 @@ class Canvas:
         heads: MTPHeads | None,
         sampling: Sampling,
         source: RandomSource,
-        samples: Tensor,
+        samples: Sequence[int],
     ) -> None:
         B, T = len(samples), backbone.grid.positions
         self.backbone, self.heads, self.sampling, self.source = backbone, heads, sampling, source
         self.samples = samples
-        self.tokens = torch.zeros(B, T, dtype=torch.long, device=samples.device)
+        self.tokens = torch.zeros(B, T, dtype=torch.long, device=backbone.device)
         self.committed = [0] * B
         """(B,) tokens that are final."""
         self.cached = [0] * B
@@ -121,7 +121,7 @@ class Canvas:
         return self.heads(self.hidden[:, :, source], self.backbone.embed(self.tokens[:, source]), offset)
 
     def count_drafts(self, kept: Tensor, offsets: Sequence[tuple[Offset, int, int]], start: int) -> None:
-        """Note which of the drafts (B, K) from position `start` passed their first test; offsets are (offset, from, to)."""
+        """Note which drafts (B, K) from position `start` on passed their first test; offsets: (offset, from, to)."""
         hits, tests = kept.sum(0).cpu(), kept.shape[0]
         width = self.backbone.grid.width
         for offset, low, high in offsets:
@@ -176,7 +176,7 @@ def run(
     if heads is not None:
         heads.check(backbone)
     grid, device = backbone.grid, backbone.device
-    numbers = torch.tensor(list(range(len(prompts)) if samples is None else samples), device=device)
+    numbers = list(range(len(prompts)) if samples is None else samples)
     canvas = Canvas(backbone, heads if policy.needs_heads else None, sampling, source or SeededSource(seed), numbers)
     stats = canvas.stats
     policy.begin(canvas)
@@ -222,7 +222,7 @@ def _window(h: Tensor, committed: list[int], first: list[int]) -> Tensor:
     skip = [n - f - 1 for n, f in zip(committed, first, strict=True)]
     if len(set(skip)) == 1:
         return h[:, :, skip[0] :]
-    G, B, L, D = h.shape
+    G, _, L, D = h.shape
     index = torch.tensor(skip, device=h.device)[:, None] + torch.arange(L - min(skip), device=h.device)
     return h.gather(2, index.clamp(max=L - 1)[None, :, :, None].expand(G, -1, -1, D))
 

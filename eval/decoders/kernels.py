@@ -56,8 +56,8 @@ class Sampling:
 def transport(y: Tensor, q: Tensor, p: Tensor, source: RandomSource, where: Where) -> tuple[Tensor, Tensor]:
     """Move tokens y (B, K) from their records q to p (B, K, V) by the maximal coupling; the new record is p.
 
-    Keep y with probability min(1, p / q), else draw from relu(p - q). Returns the tokens and which were kept. A rejected
-    token always changes; a residual without mass can only be rounding (p = q), and then y stays.
+    Keep y with probability min(1, p / q), else draw from relu(p - q). Returns the tokens and which were kept. A
+    rejected token always changes; a residual without mass can only be rounding (p = q), and then y stays.
     Speculative sampling, arXiv 2211.17192; as a coupling of successive Jacobi iterates: SCD.
     """
     index = y[..., None]

@@ -5,6 +5,7 @@ can put an enumerating source in the same place. `visit` is the step: without it
 used again at every visit, which breaks the law of the decoder.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -12,14 +13,17 @@ import torch
 from torch import Tensor
 
 PURPOSES = {"birth": 1, "accept": 2, "residual": 3, "gumbel": 4}
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)
 class Where:
     """Which numbers are asked for."""
 
-    sample: Tensor
-    """(B,) index of each sample in the whole job, not in the batch."""
+    sample: Sequence[int]
+    """(B,) number of each sample in the whole job, not in the batch."""
     position: Tensor
     """(B, K) image positions."""
     visit: int
@@ -48,12 +52,11 @@ class SeededSource:
 
     def uniform(self, where: Where) -> Tensor:
         """(B, K) in [0, 1), fp64, multiples of 2^-53."""
-        key = _mix(torch.full_like(where.sample, self.seed))
-        turn = torch.full_like(where.sample, where.visit * 8 + PURPOSES[where.purpose])
-        for part in (where.sample, turn):
-            key = _mix(key ^ (part * _signed(0x9E3779B97F4A7C15)))
-        key = _mix(key[:, None] ^ (where.position * _signed(0xD1B54A32D192ED03)))
-        return _shift(key, 11).double() * 2.0**-53
+        turn = where.visit * 8 + PURPOSES[where.purpose]
+        keys = [_mix_int(_mix_int(_mix_int(self.seed) ^ s * GOLDEN) ^ turn * GOLDEN) for s in where.sample]
+        key = torch.tensor([_signed(k) for k in keys], device=where.position.device)
+        mixed = _mix(key[:, None] ^ where.position * _signed(GOLDEN))
+        return _shift(mixed, 11).double() * 2.0**-53
 
     def accept(self, probability: Tensor, where: Where) -> Tensor:
         return self.uniform(where) < probability
@@ -70,7 +73,16 @@ class SeededSource:
 
 
 def _signed(value: int) -> int:
+    """The int64 with the same bits."""
     return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _mix_int(x: int) -> int:
+    """splitmix64's finalizer on the 64 low bits of a Python integer."""
+    x &= MASK
+    x = (x ^ x >> 30) * MIX[0] & MASK
+    x = (x ^ x >> 27) * MIX[1] & MASK
+    return x ^ x >> 31
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -79,6 +91,7 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    """The same on a tensor of int64, whose products wrap."""
+    x = (x ^ _shift(x, 30)) * _signed(MIX[0])
+    x = (x ^ _shift(x, 27)) * _signed(MIX[1])
     return x ^ _shift(x, 31)

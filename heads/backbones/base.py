@@ -50,7 +50,7 @@ class Backbone(nn.Module, ABC):
     """
 
     adapter: ClassVar[str]
-    model: nn.Module
+    model: Any
     grid: TokenGrid
     hidden_size: int
     image_vocab_size: int
@@ -146,8 +146,8 @@ class Backbone(nn.Module, ABC):
         return h.view(B, H, W, -1), self.embed(tokens)
 
     def check_tokens(self, tokens: Tensor) -> None:
-        B, H, W = tokens.shape
-        if (H, W) != (self.grid.height, self.grid.width):
+        _, H, W = tokens.shape
+        if (self.grid.height, self.grid.width) != (H, W):
             raise ValueError(f"tokens are {H}x{W}, but the backbone's grid is {self.grid.height}x{self.grid.width}")
         if tokens.numel() == 0:
             raise ValueError("no image tokens in the batch")
@@ -208,7 +208,7 @@ class Backbone(nn.Module, ABC):
         return h.view(G, B, L, -1)
 
     def rollback(self, state: DecodeState, keep: list[int]) -> None:
-        """Forget what was fed behind the first `keep[b]` image positions of each sample. Raises ValueError if too far."""
+        """Forget what was fed behind the first `keep[b]` image positions of sample b. Raises ValueError if too far."""
         grid = self.grid
         slots = [k // grid.width * grid.stride + k % grid.width for k in keep]
         if any(not 0 <= s <= held for s, held in zip(slots, state.slots, strict=True)):

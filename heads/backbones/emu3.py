@@ -26,6 +26,8 @@ ROW_END = "<|extra_200|>"
 
 class Emu3Backbone(Backbone):
     adapter = "emu3"
+    text: Any
+    image_ids: Tensor
 
     def __init__(
         self,
@@ -75,9 +77,10 @@ class Emu3Backbone(Backbone):
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # what it would warn of is raised below
         try:
-            model, info = Emu3ForConditionalGeneration.from_pretrained(
+            loaded: Any = Emu3ForConditionalGeneration.from_pretrained(
                 folder, dtype=dtype or "auto", output_loading_info=True, local_files_only=True
             )
+            model, info = loaded
         except OSError as error:
             raise ValueError(f"no Emu3 checkpoint in {folder}: {str(error).splitlines()[0]}") from None
         finally:

@@ -6,11 +6,11 @@ that `from_pretrained` reads.
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
 from heads.backbones.emu3 import ROW_END, Emu3Backbone
+from heads.config import Emu3Size
 
 SPECIAL = {
     "bos_token": "<bos>",
@@ -23,17 +23,6 @@ SPECIAL = {
     "image_wrapper_token": "<|image token|>",
     "eof_token": "<|extra_201|>",
 }
-
-
-@dataclass
-class Emu3Size:
-    hidden_size: int = 256
-    layers: int = 6
-    intermediate_size: int = 640
-    heads: int = 4
-    kv_heads: int = 2
-    dropout: float = 0.1
-    """Attention dropout while the backbone itself is trained."""
 
 
 def word_tokenizer(captions: Iterable[str], codes: int):

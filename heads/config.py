@@ -1,0 +1,55 @@
+"""Settings of heads, optimizer and the demo's backbone: plain dataclasses, so that reading a recipe loads no model."""
+
+from dataclasses import dataclass
+
+from heads.cli import key
+from heads.grid import Offset
+
+INPUTS = ("h+e", "h", "e")
+
+
+@dataclass
+class HeadsConfig:
+    right: int = key(5, "heads to the right: 1 .. right cells")
+    down: int = key(2, "heads below: 1 .. down rows")
+    width: int = key(0, "hidden width of each head's SwiGLU; 0 = the backbone's hidden size")
+    input: str = key("h+e", "what a head reads: h+e (state and token embedding), h, or e")
+
+    def check(self) -> None:
+        """Raises ValueError naming the field."""
+        if self.right < 0 or self.down < 0 or self.right + self.down == 0:
+            raise ValueError(f"heads.right is {self.right} and heads.down is {self.down}; at least one head is needed")
+        if self.width < 0:
+            raise ValueError(f"heads.width is {self.width}; use 0 for the backbone's hidden size, or a positive width")
+        if self.input not in INPUTS:
+            raise ValueError(f"heads.input is {self.input!r}; use one of {', '.join(INPUTS)}")
+
+    @property
+    def offsets(self) -> list[Offset]:
+        return [(0, x) for x in range(1, self.right + 1)] + [(y, 0) for y in range(1, self.down + 1)]
+
+
+@dataclass
+class OptimConfig:
+    lr: float = key(1e-3, "peak learning rate of AdamW")
+    warmup: int = key(50, "steps of linear warm-up, then cosine decay")
+    final: float = key(0.05, "last learning rate, as a share of the peak")
+    weight_decay: float = key(0.01, "on matrices, not on norms")
+    beta2: float = key(0.99, "AdamW's second-moment decay")
+
+    def check(self) -> None:
+        """Raises ValueError naming the field."""
+        if self.lr <= 0:
+            raise ValueError(f"optim.lr is {self.lr}; it must be positive")
+        if self.warmup < 0:
+            raise ValueError(f"optim.warmup is {self.warmup}; it counts steps, so 0 or more")
+
+
+@dataclass
+class Emu3Size:
+    hidden_size: int = key(256, "task=backbone: width of the new backbone")
+    layers: int = key(6, "task=backbone: transformer layers")
+    intermediate_size: int = key(640, "task=backbone: width of its MLP")
+    heads: int = key(4, "task=backbone: attention heads")
+    kv_heads: int = key(2, "task=backbone: key-value heads")
+    dropout: float = key(0.1, "task=backbone: attention dropout while it is trained")

@@ -1,0 +1,67 @@
+"""A whole small world on disk, made once: a tiny Emu3 checkpoint with its image tokenizer, and token shards for it."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@dataclass(frozen=True)
+class World:
+    root: Path
+    pictures: Path
+    backbone: Path
+    data: Path
+    prompts: Path
+
+    def overrides(self, out: Path, **keys: object) -> list[str]:
+        """Arguments of a train.py run in this world, seconds long."""
+        settings: dict[str, object] = {
+            "out": out,
+            "backbone.checkpoint": self.backbone,
+            "data.dir": self.data,
+            "data.source": "",
+            "data.batch_size": 4,
+            "data.workers": 0,
+            "heads.right": 2,
+            "trainer.steps": 4,
+            "trainer.validate_every": 4,
+            "trainer.save_every": 2,
+            "trainer.precision": "32-true",
+            "sheet.images": 0,
+            "sheet.prompts": self.prompts,
+        }
+        return [f"{k}={v}" for k, v in (settings | keys).items()]
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    from data.encode import encode
+    from data.sources import open_source
+    from heads.tokenizers import PatchVQ
+    from tests.tiny import tiny_emu3
+
+    root = tmp_path_factory.mktemp("world")
+    pictures = root / "pictures"
+    pictures.mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(60):
+        cells = rng.integers(0, 256, (2, 2, 3), dtype=np.uint8)
+        Image.fromarray(cells.repeat(8, 0).repeat(8, 1)).save(pictures / f"{i:02d}.png")
+        (pictures / f"{i:02d}.txt").write_text(f"picture {i % 30} of squares")
+    vq = PatchVQ(torch.rand(24, 48, generator=torch.Generator().manual_seed(0)), patch=4, image_size=16)
+    backbone = tiny_emu3((4, 4), spread=3.0)
+    backbone.save_pretrained(root / "backbone")
+    vq.save_pretrained(root / "backbone" / "image_tokenizer")
+    for split in ("train", "validation"):
+        encode(open_source(f"folder:{pictures}"), vq, root / "data" / split, "all", shards=4)
+    prompts = root / "prompts.txt"
+    prompts.write_text("blue\na red apple\n")
+    return World(root, pictures, root / "backbone", root / "data", prompts)

@@ -1,0 +1,270 @@
+"""Training through the real entry point: what it writes, what it never touches, and going on after a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from heads.backbones import load_backbone
+from heads.cli import compose
+from heads.mtp import MTPHeads
+from recipes.schema import DEFAULT, RECIPES, TrainConfig
+from tests.conftest import World
+
+ROOT = Path(__file__).parent.parent
+FINISHED = {
+    "trainer.steps": 40,
+    "trainer.validate_every": 20,
+    "trainer.precision": "bf16-mixed",
+    "data.workers": 2,
+    "optim.lr": 3e-3,
+    "optim.warmup": 5,
+    "sheet.images": 2,
+}
+
+
+def fit(arguments: list[str]) -> None:
+    train.run(compose(TrainConfig, arguments, RECIPES, DEFAULT))
+
+
+def spawn(arguments: list[str], torchrun: int = 0, **environment: str) -> subprocess.Popen:
+    command = [sys.executable, "train.py"]
+    if torchrun:
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={torchrun}", "train.py"]
+    return subprocess.Popen(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 40 steps with bf16 autocast, two loader workers and a sheet at the end."""
+    out = tmp_path_factory.mktemp("run") / "run"
+    fit(world.overrides(out, **FINISHED))
+    return out
+
+
+class TestFinishedRun:
+    def test_folder_holds_all_a_run_promises(self, finished: Path) -> None:
+        names = {p.name for p in finished.iterdir()}
+        assert {"config.yaml", "run.json", "metrics.json", "logs", "checkpoints", "heads", "sheet.png"} <= names
+        assert list((finished / "logs").rglob("events.out*")) and list((finished / "logs").rglob("metrics.csv"))
+
+    def test_metrics_have_a_value_for_every_offset_and_second(self, finished: Path) -> None:
+        metrics = json.loads((finished / "metrics.json").read_text())
+        for kind in ("acceptance", "acceptance_uncertain", "acceptance_table", "smooth_l1", "cosine", "top1"):
+            assert set(metrics[kind]) == {"right1", "right2", "down1", "down2"}, kind
+        assert set(metrics["seconds"]) == {"total", "per_step", "frozen_forward", "heads_step"}
+        assert all(value > 0 for value in metrics["seconds"].values())
+        assert all(0 <= a <= 1 for a in metrics["acceptance"].values()) and metrics["backbone_nll"] > 0
+        assert set(metrics["acceptance_guidance3"]) == set(metrics["acceptance"])
+
+    def test_validation_loss_fell(self, finished: Path) -> None:
+        (file,) = (finished / "logs").rglob("metrics.csv")
+        header, *lines = file.read_text().splitlines()
+        column = header.split(",").index("smooth_l1/right1")
+        values = [float(line.split(",")[column]) for line in lines if line.split(",")[column]]
+        assert len(values) == 2 and values[1] < values[0]
+
+    def test_exported_offsets_are_the_heads_that_learned(self, finished: Path, world: World) -> None:
+        from heads.mtp import HeadsConfig, new_heads
+
+        heads = MTPHeads.from_pretrained(finished / "heads", load_backbone(world.backbone))
+        start = new_heads(HeadsConfig(right=2, down=2), load_backbone(world.backbone)).state_dict()
+        moved = {k.split(".")[0] for k, v in heads.state_dict().items() if not torch.equal(v, start[k])}
+        config = json.loads((finished / "heads" / "config.json").read_text())
+        assert moved == set(config["offsets"]) == {"right1", "right2", "down1", "down2"}
+
+    def test_checkpoint_holds_heads_and_optimizer_and_no_backbone(self, finished: Path) -> None:
+        checkpoint = torch.load(finished / "checkpoints" / "last.ckpt", weights_only=True)
+        exported = load_file(finished / "heads" / "model.safetensors")
+        assert {k.removeprefix("heads.") for k in checkpoint["state_dict"]} == set(exported)
+        heads = sum(v.numel() * v.element_size() for v in exported.values())
+        assert len(checkpoint["optimizer_states"][0]["state"]) == len(exported)
+        assert (finished / "checkpoints" / "last.ckpt").stat().st_size < 1.2 * 3 * heads + 60_000
+        for name, tensor in exported.items():
+            assert torch.equal(tensor, checkpoint["state_dict"]["heads." + name])
+
+    def test_run_again_says_it_is_finished_and_changes_nothing(self, finished: Path, world: World, capsys) -> None:
+        before = (finished / "metrics.json").read_bytes()
+        fit(world.overrides(finished, **FINISHED))
+        assert "finished before" in capsys.readouterr().out
+        assert (finished / "metrics.json").read_bytes() == before
+
+    def test_a_run_of_another_recipe_is_not_overwritten(self, finished: Path, world: World) -> None:
+        with pytest.raises(ValueError, match=r"holds a run of another recipe .*lr.*overwrite=true"):
+            fit(world.overrides(finished, **{"trainer.steps": 40}))
+
+
+def test_frozen_backbone_is_in_eval_mode_and_out_of_the_optimizer_throughout(
+    world: World, tmp_path: Path, monkeypatch
+) -> None:
+    """Dropout .5 in the backbone: any train() mode would show in its states."""
+    from heads.module import HeadsModule
+
+    modes: list[bool] = []
+    groups: list[int] = []
+    step = HeadsModule.training_step
+
+    def watched(self, batch, index):
+        modes.append(any(m.training for m in self.backbone.modules()))
+        groups.append(sum(len(g["params"]) for g in self.optimizers().param_groups))
+        assert not any(p.requires_grad for p in self.backbone.parameters())
+        return step(self, batch, index)
+
+    config = json.loads((world.backbone / "config.json").read_text())
+    import shutil
+
+    dropping = tmp_path / "backbone"
+    shutil.copytree(world.backbone, dropping)
+    config["text_config"]["attention_dropout"] = 0.5
+    (dropping / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(HeadsModule, "training_step", watched)
+    fit(world.overrides(tmp_path / "run", **{"backbone.checkpoint": dropping, "trainer.validate_every": 2}))
+    heads = MTPHeads.from_pretrained(tmp_path / "run" / "heads")
+    assert modes == [False] * 4 and groups == [len(list(heads.parameters()))] * 4
+
+
+def test_save_every_five_saves_five_ten_fifteen(world: World, tmp_path: Path, monkeypatch) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saved: list[int] = []
+    save = ModelCheckpoint._save_checkpoint
+
+    def watched(self, trainer, path):
+        saved.append(trainer.global_step)
+        save(self, trainer, path)
+
+    monkeypatch.setattr(ModelCheckpoint, "_save_checkpoint", watched)
+    fit(
+        world.overrides(
+            tmp_path / "run", **{"trainer.steps": 16, "trainer.save_every": 5, "trainer.validate_every": 16}
+        )
+    )
+    assert saved == [5, 10, 15]
+
+
+@pytest.mark.slow
+def test_killed_in_mid_epoch_and_run_again_ends_with_the_same_weights(world: World, tmp_path: Path) -> None:
+    """Kill -9 early in 120 steps; two loader workers, captions dropped at random. Bit for bit."""
+    keys = {"trainer.steps": 120, "trainer.validate_every": 60, "trainer.save_every": 2, "data.workers": 2}
+    keys |= {"data.caption_dropout": 0.5}
+    fit(world.overrides(tmp_path / "whole", **keys))
+    out = tmp_path / "killed"
+    process = spawn(world.overrides(out, **keys))
+    checkpoint = out / "checkpoints" / "last.ckpt"
+    deadline = time.monotonic() + 120
+    while not (checkpoint.is_file() and torch_step(checkpoint) >= 4) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (out / "metrics.json").exists() and 4 <= torch_step(checkpoint) < 120
+    fit(world.overrides(out, **keys))
+    whole, resumed = (load_file(p / "heads" / "model.safetensors") for p in (tmp_path / "whole", out))
+    assert whole.keys() == resumed.keys()
+    for name in whole:
+        assert torch.equal(whole[name], resumed[name]), name
+
+
+def torch_step(checkpoint: Path) -> int:
+    return torch.load(checkpoint, weights_only=True)["global_step"]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_same_job(world: World, tmp_path: Path) -> None:
+    """DDP over gloo under torchrun: 2 ranks of 2 pictures; both see other samples, one export comes out."""
+    process = spawn(
+        world.overrides(tmp_path / "run", **{"data.batch_size": 2, "trainer.accelerator": "cpu"}), torchrun=2
+    )
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    heads = MTPHeads.from_pretrained(tmp_path / "run" / "heads", load_backbone(world.backbone))
+    assert all(t.isfinite().all() for t in heads.state_dict().values()) and 0 < metrics["acceptance"]["right1"] <= 1
+
+
+@pytest.mark.slow
+def test_a_backbone_is_trained_saved_and_usable(world: World, tmp_path: Path) -> None:
+    keys = {
+        "recipe": "emoji_backbone",
+        "smoke": True,
+        "out": tmp_path / "run",
+        "data.dir": tmp_path / "data",
+        "backbone.size.layers": 1,
+        "backbone.size.hidden_size": 32,
+        "backbone.codes": 32,
+    }
+    fit([f"{k}={v}" for k, v in keys.items()])
+    backbone = load_backbone(tmp_path / "run" / "backbone")
+    assert (backbone.grid.height, backbone.grid.width, backbone.image_vocab_size) == (16, 16, 32)
+    assert not any(m.training for m in backbone.modules())
+
+
+class TestBadInput:
+    """One sentence, before a step is made, nothing half-written."""
+
+    @pytest.mark.parametrize(
+        "keys,message",
+        [
+            ({"recipe": "emoji_sd"}, "unknown recipe 'emoji_sd'. Did you mean 'emoji_ssd'"),
+            ({"trainer.step": 3}, "unknown key 'trainer.step'. Did you mean 'trainer.steps'"),
+            ({"trainer.steps": 0}, "trainer.steps is 0; at least 1"),
+            ({"trainer.steps": "many"}, "trainer.steps is 'many'; it must be of type int"),
+            ({"trainer.precision": "bf16"}, "trainer.precision is 'bf16'; use one of 32-true"),
+            ({"task": "body"}, "task is 'body'; use heads or backbone"),
+            ({"trainer.accelerator": "gpu"}, "GPU"),
+            ({"data.dir": "nowhere"}, "nowhere/train holds no token shards .* data.encode"),
+            ({"backbone.checkpoint": "nowhere"}, "'nowhere' is neither a folder nor a shipped checkpoint"),
+            ({"backbone.grid": "[4,5]"}, "holds 4x4 grids, but the backbone draws 4x5"),
+            ({"heads.input": "x"}, "heads.input is 'x'"),
+            ({"sheet.rounds": -1}, "sheet.rounds is -1"),
+            ({"data.caption_dropout": 1.5}, "data.caption_dropout is 1.5"),
+        ],
+    )
+    def test_is_told_in_one_sentence(self, world: World, tmp_path: Path, keys: dict, message: str) -> None:
+        if keys.get("trainer.accelerator") and torch.cuda.is_available():
+            keys = {**keys, "trainer.devices": 1 + torch.cuda.device_count()}
+        with pytest.raises(ValueError, match=message) as error:
+            fit(world.overrides(tmp_path / "run", **keys))
+        assert "\n" not in str(error.value)
+        assert not (tmp_path / "run" / "heads").exists() and not (tmp_path / "run" / "checkpoints").exists()
+
+    def test_shards_of_another_tokenizer(self, world: World, tmp_path: Path) -> None:
+        from heads.tokenizers import PatchVQ
+
+        PatchVQ(torch.rand(24, 48), 4, 16).save_pretrained(tmp_path / "vq")
+        with pytest.raises(ValueError, match=r"was encoded by tokenizer .* but this run uses"):
+            fit(world.overrides(tmp_path / "run", **{"backbone.tokenizer": tmp_path / "vq"}))
+
+    def test_a_tokenizer_of_another_size(self, world: World, tmp_path: Path) -> None:
+        from heads.tokenizers import PatchVQ
+
+        PatchVQ(torch.rand(25, 48), 4, 16).save_pretrained(tmp_path / "vq")
+        with pytest.raises(ValueError, match="the tokenizer has 25 codes, the backbone 24"):
+            fit(world.overrides(tmp_path / "run", **{"backbone.tokenizer": tmp_path / "vq"}))
+
+    def test_a_folder_with_foreign_files_is_left_alone(self, world: World, tmp_path: Path) -> None:
+        (tmp_path / "thesis.tex").write_text("x")
+        with pytest.raises(ValueError, match="folder with other files"):
+            fit(world.overrides(tmp_path))
+        assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+    def test_the_command_exits_2_with_one_line(self, tmp_path: Path) -> None:
+        process = spawn([f"out={tmp_path / 'run'}", "recipe=emojissd"])
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert output.strip().splitlines() == ["error: unknown recipe 'emojissd'. Did you mean 'emoji_ssd'?"]
