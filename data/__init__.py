@@ -1,1 +1,3 @@
 """Pictures and captions become token shards, and token shards become a training stream."""
+
+SPLITS = ("train", "validation", "test")

@@ -25,9 +25,12 @@ class ShowConfig:
     tokenizer: str = key("emoji", "folder of the image tokenizer that made it")
     out: str = key("runs/show", "folder for sheet.png")
     images: int = key(48, "pictures on the sheet")
+    smoke: bool = key(False, "8 pictures only")
 
 
 def run(config: ShowConfig) -> None:
+    if config.smoke:
+        config.images = min(config.images, 8)
     folder, tokenizer = Path(config.dir), load_tokenizer(config.tokenizer)
     if config.images < 1:
         raise ValueError(f"images is {config.images}; at least 1 is needed")

@@ -14,9 +14,8 @@ from typing import Protocol
 import numpy as np
 from PIL import Image, ImageOps
 
+from data import SPLITS
 from heads.files import read_json
-
-SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)

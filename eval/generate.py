@@ -19,6 +19,7 @@ from heads.sheet import contact_sheet
 
 @dataclass
 class GenerateConfig(EvalConfig):
+    images: int = key(0, "pictures; 0 = one of `prompt`, or 8 of `prompts`")
     prompt: str = key("", "one prompt; '' = draw the prompts of `prompts`")
     decoder: str = key("ssd:rounds=2", "name:setting=value:..., e.g. ar, ssd:rounds=2:rows=2")
     scale: int = key(4, "pixels are enlarged so many times")
@@ -29,8 +30,9 @@ def run(config: GenerateConfig) -> None:
     ((name, settings, policy),) = policies(config.decoder)
     if config.scale < 1:
         raise ValueError(f"scale is {config.scale}; it enlarges, so at least 1")
+    config.images = config.images or (1 if config.prompt else 8)
     loaded = load(config, policy.needs_heads)
-    prompts = [config.prompt] * (1 if config.images == 8 else config.images) if config.prompt else loaded.prompts
+    prompts = [config.prompt] * config.images if config.prompt else loaded.prompts
     out = Path(config.out)
     records, pictures = [], []
     grid = loaded.backbone.grid

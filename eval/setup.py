@@ -6,6 +6,11 @@ from typing import Any
 
 import torch
 
+import data
+
+if not hasattr(data, "SPLITS"):
+    raise ImportError(f"the package 'data' at {data.__path__} is not Draftgrid's; run where Draftgrid's comes first")
+
 from data.sources import read_prompts
 from eval.decoders import Policy, Sampling, make_policy
 from heads.backbones import Backbone, load_backbone

@@ -5,10 +5,12 @@ between a token and the state that predicts it is decided in one place.
 """
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+Index = TypeVar("Index", int, Tensor)
 Offset = tuple[int, int]
 """(dy, dx): a head reads the cell (y, x) and predicts the state of the cell (y + dy, x + dx)."""
 
@@ -45,7 +47,7 @@ class TokenGrid:
         """Slots up to and including the last image token (the last row's structure tokens are never needed)."""
         return self.height * self.stride - self.row_end
 
-    def slot(self, position: Tensor) -> Tensor:
+    def slot(self, position: Index) -> Index:
         return position // self.width * self.stride + position % self.width
 
     def image_slots(self) -> Tensor:

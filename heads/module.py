@@ -108,6 +108,8 @@ class HeadsModule(_Module):
         names = [f"{kind}/{offset}" for kind in kinds for offset in self.pairs]
         names += [f"{guided_name(g)}/{offset}" for g in self.guidance if g != 1 for offset in self.pairs]
         self.means = nn.ModuleDict({n: MeanMetric() for n in [*names, "backbone_nll", "backbone_entropy"]})
+        self.broken = 0
+        """Samples of this rank that could not be read and were skipped."""
         self.strict_loading = False
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -135,8 +137,7 @@ class HeadsModule(_Module):
             h, e = self.backbone.states(batch.tokens, batch.captions)
         loss = self.loss(h, e)
         self.log("loss", loss, prog_bar=True)
-        if batch.broken:
-            self.log("broken_samples", float(batch.broken), reduce_fx="sum")
+        self.broken += batch.broken
         return loss
 
     def validation_step(self, batch: Any, _: int) -> None:

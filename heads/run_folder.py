@@ -5,15 +5,18 @@ run as finished.
 """
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from heads.files import read_json, write_json, write_text
 
+CLAIMED = ".claimed"
 PACKAGES = ("torch", "lightning", "transformers", "webdataset", "safetensors", "draftgrid")
 
 
@@ -45,6 +48,21 @@ class RunFolder:
             raise ValueError(f"out={self.path} is a folder with other files in it; choose an empty or new one")
         write_text(config, recipe)
         return False
+
+    def announce(self) -> None:
+        """Rank 0: the folder is claimed. Names this launch, so that an older run's mark is not taken for it."""
+        write_json(self.path / CLAIMED, [os.getpid(), os.getppid()])
+
+    def join(self, seconds: float = 600) -> bool:
+        """Other ranks: wait until rank 0 of this launch has claimed the folder. True if the run is finished."""
+        deadline = time.monotonic() + seconds
+        mark = self.path / CLAIMED
+        # Ranks are siblings under torchrun; started by Lightning, the others are children of rank 0.
+        while not (mark.is_file() and os.getppid() in read_json(mark)):
+            if time.monotonic() > deadline:
+                raise ValueError(f"rank 0 has not claimed {self.path} in {seconds:.0f} s")
+            time.sleep(0.1)
+        return (self.path / "metrics.json").is_file()
 
     def record(self) -> None:
         """Write run.json: command, versions, machine, git revision."""
@@ -82,8 +100,6 @@ def revision() -> str | None:
 
 def machine() -> str:
     """'2 cores of Intel Xeon ..., Linux' (and the GPU, if there is one)."""
-    import os
-
     import torch
 
     name = platform.processor() or platform.machine()

@@ -68,8 +68,10 @@ def claim(folder: RunFolder, config: TrainConfig) -> bool:
     if config.smoke:
         shrink(config)
     if not rank_zero():
-        return not config.overwrite and (folder.path / "metrics.json").is_file()
-    return folder.claim(resolved(config), config.resume, config.overwrite)
+        return folder.join()
+    finished = folder.claim(resolved(config), config.resume, config.overwrite)
+    folder.announce()
+    return finished
 
 
 def shrink(config: TrainConfig) -> None:
@@ -267,6 +269,8 @@ def build_heads(
             sheet(out, tokenizer, config, folder)
         metrics["seconds"]["total"] = timer.total()
         folder.finish(metrics)
+        if module.broken:
+            print(f"warning: {module.broken} broken samples were skipped; python -m data.verify dir=... names them")
         print(HOW_TO.format(out=out, sheet=folder.path / "sheet.png", metrics=folder.path / "metrics.json"))
 
     return module, finish

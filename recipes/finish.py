@@ -26,6 +26,7 @@ def figures(module: HeadsModule, data: TokenDataModule, per_step: float | None, 
             found.setdefault(kind, {})[offset] = value
         else:
             found[kind] = value
+    found["broken_samples"] = module.broken
     forward, step = step_parts(module, data, config)
     found["seconds"] = {"total": None, "per_step": per_step, "frozen_forward": forward, "heads_step": step}
     return found

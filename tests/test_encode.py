@@ -147,7 +147,7 @@ def in_rename(count: int) -> Callable[[PatchVQ], None]:
     return arm
 
 
-# 4 shards of 5 pictures, batches of 3: 8 calls of encode, 60 files in tars, 6 renames (the plan, 4 shards, the manifest).
+# 4 shards of 5 pictures in batches of 3: 8 calls of encode, 60 files in tars, 6 renames (plan, 4 shards, manifest).
 POINTS = {
     "before the first shard": in_encode(1),
     "between two shards": in_encode(3),

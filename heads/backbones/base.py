@@ -189,9 +189,9 @@ class Backbone(nn.Module, ABC):
         """
         B, L = tokens.shape
         grid = self.grid
-        begin = [f // grid.width * grid.stride + f % grid.width for f in first]
+        begin = [grid.slot(f) for f in first]
         assert begin == state.slots, f"cache holds {state.slots} slots, the window begins at {begin}"
-        end = [(f + L) // grid.width * grid.stride + (f + L) % grid.width for f in first]
+        end = [grid.slot(f + L) for f in first]
         S = max(e - b for b, e in zip(begin, end, strict=True))
         start = torch.tensor(begin, device=self.device)[:, None]
         embeds = self._fed_embeds(tokens, start, S, torch.tensor(first, device=self.device)[:, None])
@@ -209,8 +209,7 @@ class Backbone(nn.Module, ABC):
 
     def rollback(self, state: DecodeState, keep: list[int]) -> None:
         """Forget what was fed behind the first `keep[b]` image positions of sample b. Raises ValueError if too far."""
-        grid = self.grid
-        slots = [k // grid.width * grid.stride + k % grid.width for k in keep]
+        slots = [self.grid.slot(k) for k in keep]
         if any(not 0 <= s <= held for s, held in zip(slots, state.slots, strict=True)):
             raise ValueError(f"rollback to {slots} slots, but the cache holds {state.slots}")
         state.slots = slots
