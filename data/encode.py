@@ -79,7 +79,7 @@ def encode(
         "tokenizer": tokenizer.fingerprint,
         "image_size": tokenizer.image_size,
         "shards": len(chunks),
-        "items": hashlib.sha256("\n".join(f"{i.key} {i.caption}" for c in chunks for i in c).encode()).hexdigest(),
+        "items": hashlib.sha256("\n".join(_identity(i) for c in chunks for i in c).encode()).hexdigest(),
     }
     claim(out, plan, overwrite)
     if (out / MANIFEST).is_file():
@@ -94,7 +94,7 @@ def encode(
             ready = path.is_file()
             samples = [s for s in read_shard(path) if isinstance(s, Sample)] if ready else []
             if not ready:
-                samples = list(_encode(chunk, tokenizer, batch_size, broken))
+                samples = list(_encode(source.name, chunk, tokenizer, batch_size, broken))
             skipped += len(chunk) - len(samples)
             # Before the shard is written: with the pictures repaired, the same command goes on.
             if skipped > max(1, MAX_BROKEN * len(items)) or skipped == len(items):
@@ -113,6 +113,12 @@ def encode(
     return manifest
 
 
+def _identity(item: Item) -> str:
+    """What tells one picture to encode from another without opening it."""
+    size = item.path.stat().st_size if item.path.is_file() else -1
+    return f"{item.key} {item.caption} {size} {item.shift} {item.mirror}"
+
+
 def claim(out: Path, plan: dict, overwrite: bool) -> None:
     """Mark `out` as the place of this plan. Raises ValueError if it is the place of another."""
     theirs = read_json(out / PLAN) if (out / PLAN).is_file() else {}
@@ -129,9 +135,11 @@ def claim(out: Path, plan: dict, overwrite: bool) -> None:
     write_json(out / PLAN, plan)
 
 
-def _encode(chunk: Sequence[Item], tokenizer: ImageTokenizer, batch: int, broken: list[str]) -> Iterator[Sample]:
+def _encode(
+    source: str, chunk: Sequence[Item], tokenizer: ImageTokenizer, batch: int, broken: list[str]
+) -> Iterator[Sample]:
     for start in range(0, len(chunk), batch):
-        kept, pictures = [], []
+        kept, pictures, sizes = [], [], []
         for item in chunk[start : start + batch]:
             try:
                 picture = open_picture(item, tokenizer.image_size)
@@ -139,12 +147,13 @@ def _encode(chunk: Sequence[Item], tokenizer: ImageTokenizer, batch: int, broken
                 broken.append(str(error))
                 continue
             kept.append(item)
+            sizes.append(picture.info["original_size"])
             pictures.append(torch.from_numpy(np.array(picture)).permute(2, 0, 1))
         if not kept:
             continue
         tokens = tokenizer.encode(torch.stack(pictures).float() / 255)
-        for item, codes in zip(kept, tokens.cpu().numpy(), strict=True):
-            yield Sample(item.key, codes, item.caption, {"file": item.path.name})
+        for item, size, codes in zip(kept, sizes, tokens.cpu().numpy(), strict=True):
+            yield Sample(item.key, codes, item.caption, {"source": source, "file": item.path.name, "size": size})
 
 
 def run(config: EncodeConfig) -> None:

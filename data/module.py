@@ -98,7 +98,8 @@ class TokenStream(IterableDataset):
                 yield sample, epoch, pending
                 pending = 0
             if not yielded:
-                raise ValueError(f"{self.folder}: reader {reader + 1} of {readers} has no readable sample")
+                where = f"{self.folder}: reader {reader + 1} of {readers}"
+                raise ValueError(f"{where} has no readable sample; use fewer data.workers or ranks, or more data")
 
     def _epoch(self, epoch: int, reader: int, readers: int) -> Iterator[Sample | Broken]:
         shards = [s for s in self.manifest.shards if s.samples]

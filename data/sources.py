@@ -40,13 +40,15 @@ class Source(Protocol):
 def open_picture(item: Item, size: int) -> Image.Image:
     """The picture as RGB of size x size: EXIF rotation applied, transparency on white, centre-cropped to a square.
 
-    Raises ValueError that names the file if it is not a readable picture.
+    `info["original_size"]` keeps the file's own (width, height). Raises ValueError that names the file if it is not a
+    readable picture.
     """
     try:
         with Image.open(item.path) as file:
             picture = _rgba(ImageOps.exif_transpose(file))
     except Exception as error:  # a damaged file makes Pillow raise nearly anything, struct.error and TypeError too
         raise ValueError(f"{item.path} is not a readable picture: {error}") from None
+    original = picture.size
     white = Image.new("RGBA", picture.size, "white")
     picture = Image.alpha_composite(white, picture).convert("RGB")
     picture = ImageOps.fit(picture, (size, size), Image.Resampling.LANCZOS)
@@ -56,6 +58,7 @@ def open_picture(item: Item, size: int) -> Image.Image:
         canvas = Image.new("RGB", picture.size, "white")
         canvas.paste(picture, item.shift)
         picture = canvas
+    picture.info["original_size"] = original
     return picture
 
 
@@ -79,7 +82,9 @@ class EmojiSource:
     name = "emoji"
     licence = "Twemoji graphics: CC-BY-4.0, (c) Twitter, Inc and other contributors"
     _variant = re.compile(r"_(medium-light|medium-dark|light|medium|dark)_skin_tone|_facing_right")
-    _unmirrored = re.compile(r"left|right|clock|thirty|moon|button|symbol|flag|keycap|letter|input", re.IGNORECASE)
+    _unmirrored = re.compile(
+        r"left|right|clock|thirty|moon|button|symbol|flag|keycap|letter|input|arrow|mark|sign", re.IGNORECASE
+    )
 
     def __init__(self, copies: int = 1) -> None:
         """`copies` > 1 adds mirrored and shifted pictures to the training split (never to the others)."""

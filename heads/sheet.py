@@ -14,12 +14,11 @@ def contact_sheet(
 ) -> Image.Image:
     """Pictures scaled to `cell` pixels without smoothing; labels left of the rows, titles above the columns."""
     font = ImageFont.load_default(size=13)
-    margin = (
-        max((int(font.getlength(line)) for text in labels for line in text.split("\n")), default=-2 * gap) + 2 * gap
-    )
+    widths = [int(font.getlength(line)) for text in labels for line in text.split("\n")]
+    margin = gap + (max(widths) + gap if widths else 0)
     head = 18 if titles else 0
     columns = max(len(row) for row in rows)
-    sheet = Image.new("RGB", (margin + columns * (cell + gap) + gap, head + len(rows) * (cell + gap) + gap), "white")
+    sheet = Image.new("RGB", (margin + columns * (cell + gap), head + len(rows) * (cell + gap) + gap), "white")
     draw = ImageDraw.Draw(sheet)
     for x, title in enumerate(titles):
         text = title

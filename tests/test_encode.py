@@ -220,7 +220,7 @@ def test_a_single_unreadable_picture_makes_no_empty_shard_set(tmp_path: Path) ->
         run(folder, tmp_path / "out")
 
 
-def test_after_the_pictures_are_repaired_the_same_command_goes_on(pictures: Path, tmp_path: Path) -> None:
+def test_after_pictures_changed_old_shards_are_not_taken_for_the_new_ones(pictures: Path, tmp_path: Path) -> None:
     whole = files(pictures)
     run(pictures, tmp_path / "uninterrupted")
     # A shard at the end, so that others are finished when the encode stops.
@@ -231,7 +231,9 @@ def test_after_the_pictures_are_repaired_the_same_command_goes_on(pictures: Path
         run(pictures, tmp_path / "out")
     for sample in last:
         (pictures / sample.facts["file"]).write_bytes(whole[sample.facts["file"]])
-    run(pictures, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"holds another encode .*items.*overwrite=true"):
+        run(pictures, tmp_path / "out")
+    run(pictures, tmp_path / "out", overwrite=True)
     assert files(tmp_path / "out") == files(tmp_path / "uninterrupted")
 
 

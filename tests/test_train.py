@@ -171,7 +171,7 @@ def test_killed_in_mid_epoch_and_run_again_ends_with_the_same_weights(world: Wor
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
     assert not (out / "metrics.json").exists() and 4 <= torch_step(checkpoint) < 120
     fit(world.overrides(out, **keys))
     whole, resumed = (load_file(p / "heads" / "model.safetensors") for p in (tmp_path / "whole", out))

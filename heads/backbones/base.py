@@ -250,7 +250,7 @@ def resolve_checkpoint(name: str | Path) -> Path:
 
 
 def shipped() -> list[str]:
-    return sorted(p.name for p in ASSETS.iterdir() if p.is_dir() and not p.name.startswith(("_", ".")))
+    return sorted(p.parent.name for p in ASSETS.glob(f"*/{CARD}"))
 
 
 def load_backbone(

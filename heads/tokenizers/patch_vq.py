@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from einops import rearrange
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -51,13 +52,18 @@ class PatchVQ(ImageTokenizer):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "PatchVQ":
+        """Raises ValueError if a file is missing or damaged."""
         folder = Path(folder)
         config = read_json(folder / "tokenizer_config.json")
-        return cls(load_file(folder / "codebook.safetensors")["codebook"], config["patch"], config["image_size"])
+        try:
+            codebook = load_file(folder / "codebook.safetensors")["codebook"]
+            return cls(codebook, config["patch"], config["image_size"])
+        except (SafetensorError, OSError, KeyError) as error:
+            raise ValueError(f"{folder} holds a damaged image tokenizer: {error}") from None
 
     @classmethod
     def fit(cls, images: Tensor, codes: int = 512, patch: int = 4, steps: int = 20, seed: int = 0) -> "PatchVQ":
-        """k-means (Lloyd, farthest-weighted start) over the distinct patches of images (N, 3, h, w) in [0, 1].
+        """Lloyd's k-means, started at patches drawn by weight, over the distinct patches of images (N, 3, h, w).
 
         Each distinct patch counts by the square root of its frequency, so that plain background, half of all patches,
         does not take the codes that edges need. Deterministic for a seed.
