@@ -6,6 +6,7 @@ predicted state into a draft distribution. Exported heads are a folder: config.j
 """
 
 import re
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ class OffsetHead(nn.Module):
         return base + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
 
 
-class MTPHeads(nn.Module):
+class MTPHeads(nn.Module, ABC):
     """What all drafting heads share: what they belong to, saving, loading and refusing a foreign backbone."""
 
     kind: str
@@ -82,9 +83,9 @@ class MTPHeads(nn.Module):
         pairs = {offset_name(o): grid.pairs(o) for o in self.offsets}
         return {name: pair for name, pair in pairs.items() if len(pair[0])}
 
+    @abstractmethod
     def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:
         """States and embeddings (..., D) of source cells -> predicted states (..., D) of the cells at `offset`."""
-        raise NotImplementedError
 
     def check(self, backbone: Backbone) -> None:
         """Raises ValueError, with both fingerprints, unless these heads were trained on this backbone."""

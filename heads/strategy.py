@@ -45,3 +45,12 @@ def choose_devices(accelerator: str, devices: int) -> tuple[str, int]:
 def choose_strategy(devices: int) -> str:
     world = int(os.environ.get("WORLD_SIZE", devices))
     return "ddp" if world > 1 else "auto"
+
+
+def choose_precision(precision: str, accelerator: str) -> str:
+    """auto: bf16-mixed on a GPU and on CPUs with bf16 matrix units, 32-true on others, where bf16 is emulated and slow."""
+    import torch
+
+    if precision != "auto":
+        return precision
+    return "bf16-mixed" if accelerator == "gpu" or torch.cpu._is_amx_tile_supported() else "32-true"

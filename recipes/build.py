@@ -24,7 +24,7 @@ from heads.module import BackboneModule, HeadsModule
 from heads.mtp import new_heads
 from heads.objective import count_table
 from heads.run_folder import RunFolder
-from heads.strategy import choose_devices, choose_strategy, rank_zero, wait_for
+from heads.strategy import choose_devices, choose_precision, choose_strategy, rank_zero, wait_for
 from heads.tokenizers import ImageTokenizer, PatchVQ, load_tokenizer
 from recipes.schema import TrainConfig
 
@@ -118,6 +118,7 @@ def prepare_data(config: TrainConfig, tokenizer: ImageTokenizer) -> None:
 
 def build(config: TrainConfig, folder: RunFolder) -> Job:
     """Load, check everything that can be checked, and hand out the pieces. Raises ValueError before a step is made."""
+    begun = time.perf_counter()
     quiet()
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
@@ -132,7 +133,7 @@ def build(config: TrainConfig, folder: RunFolder) -> Job:
         raise ValueError(f"the tokenizer has {tokenizer.codebook_size} codes, the backbone {backbone.image_vocab_size}")
     data = TokenDataModule(config.data, tokenizer.fingerprint, grid, config.seed)
     module, finish = make(config, folder, backbone, tokenizer, data)
-    timer = StepTimer()
+    timer = StepTimer(begun)
     trainer = make_trainer(config, folder, devices, [timer, *module_callbacks(config, folder)])
     if trainer.is_global_zero:
         folder.record()
@@ -161,7 +162,7 @@ def make_trainer(
         accelerator=devices[0],
         devices=devices[1],
         strategy=choose_strategy(devices[1]),
-        precision=t.precision,  # type: ignore[arg-type]
+        precision=choose_precision(t.precision, devices[0]),  # type: ignore[arg-type]
         max_steps=t.steps,
         limit_train_batches=t.steps * t.accumulate,
         accumulate_grad_batches=t.accumulate,
@@ -200,8 +201,8 @@ def module_callbacks(config: TrainConfig, folder: RunFolder) -> list[Callback]:
 class StepTimer(Callback):
     """Seconds from the end of one step to the end of the next, data loading included; the median is what counts."""
 
-    def __init__(self) -> None:
-        self.begun = time.perf_counter()
+    def __init__(self, begun: float) -> None:
+        self.begun = begun
         self.mark: float | None = None
         self.steps: list[float] = []
 

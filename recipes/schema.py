@@ -9,7 +9,7 @@ from heads.config import Emu3Size, HeadsConfig, OptimConfig
 
 RECIPES = Path(__file__).parent
 DEFAULT = "emoji_ssd"
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true")
 
 
 @dataclass
@@ -27,7 +27,7 @@ class TrainerConfig:
     steps: int = key(1000, "optimizer steps")
     devices: int = key(1, "processes on this machine; under torchrun its own count wins")
     accelerator: str = key("auto", "auto, cpu or gpu")
-    precision: str = key("bf16-mixed", "32-true, bf16-mixed or bf16-true")
+    precision: str = key("auto", "32-true, bf16-mixed, bf16-true; auto = bf16-mixed where it is fast, else 32-true")
     accumulate: int = key(1, "batches per optimizer step")
     clip: float = key(1.0, "gradient norm is clipped to this; 0 = never")
     validate_every: int = key(200, "steps between validations")

@@ -224,7 +224,7 @@ class TestBadInput:
             ({"trainer.step": 3}, "unknown key 'trainer.step'. Did you mean 'trainer.steps'"),
             ({"trainer.steps": 0}, "trainer.steps is 0; at least 1"),
             ({"trainer.steps": "many"}, "trainer.steps is 'many'; it must be of type int"),
-            ({"trainer.precision": "bf16"}, "trainer.precision is 'bf16'; use one of 32-true"),
+            ({"trainer.precision": "bf16"}, "trainer.precision is 'bf16'; use one of auto, 32-true"),
             ({"task": "body"}, "task is 'body'; use heads or backbone"),
             ({"trainer.accelerator": "gpu"}, "GPU"),
             ({"data.dir": "nowhere"}, "nowhere/train holds no token shards .* data.encode"),
