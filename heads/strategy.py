@@ -48,7 +48,7 @@ def choose_strategy(devices: int) -> str:
 
 
 def choose_precision(precision: str, accelerator: str) -> str:
-    """auto: bf16-mixed on a GPU and on CPUs with bf16 matrix units, 32-true on others, where bf16 is emulated and slow."""
+    """auto: bf16-mixed on a GPU and on CPUs with bf16 matrix units; 32-true on others, where bf16 is emulated."""
     import torch
 
     if precision != "auto":
