@@ -23,15 +23,13 @@ def run(config: TrainConfig) -> None:
         print(f"finished before: {folder.path} (overwrite=true starts anew)")
         return
     job = build(config, folder)
-    job.trainer.fit(job.module, job.data, ckpt_path=folder.last_checkpoint(), weights_only=False)
-    if not job.trainer.interrupted:
-        job.finish()
-
-
-def entry() -> None:
-    """Console script `draftgrid-train`."""
-    main(run, TrainConfig, __doc__, RECIPES, DEFAULT)
+    try:
+        job.trainer.fit(job.module, job.data, ckpt_path=folder.last_checkpoint(), weights_only=True)
+    except SystemExit:  # how Lightning ends a run at Ctrl-C
+        print(f"stopped at step {job.trainer.global_step}; the same command goes on from {folder.checkpoints}")
+        raise
+    job.finish()
 
 
 if __name__ == "__main__":
-    entry()
+    main(run, TrainConfig, __doc__, RECIPES, DEFAULT)

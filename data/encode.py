@@ -59,6 +59,7 @@ def encode(
     seed: int = 0,
     limit: int | None = None,
     overwrite: bool = False,
+    advice: str = "choose another out, or overwrite=true",
 ) -> Manifest:
     """Encode one split of a source into `out`. Returns the manifest.
 
@@ -81,7 +82,7 @@ def encode(
         "shards": len(chunks),
         "items": hashlib.sha256("\n".join(_identity(i) for c in chunks for i in c).encode()).hexdigest(),
     }
-    claim(out, plan, overwrite)
+    claim(out, plan, overwrite, advice)
     if (out / MANIFEST).is_file():
         return read_manifest(out)
     grid = (tokenizer.image_size // tokenizer.patch,) * 2
@@ -119,8 +120,8 @@ def _identity(item: Item) -> str:
     return f"{item.key} {item.caption} {size} {item.shift} {item.mirror}"
 
 
-def claim(out: Path, plan: dict, overwrite: bool) -> None:
-    """Mark `out` as the place of this plan. Raises ValueError if it is the place of another."""
+def claim(out: Path, plan: dict, overwrite: bool, advice: str) -> None:
+    """Mark `out` as the place of this plan. Raises ValueError, ending with `advice`, if it is the place of another."""
     theirs = read_json(out / PLAN) if (out / PLAN).is_file() else {}
     if theirs == plan:
         return
@@ -129,7 +130,7 @@ def claim(out: Path, plan: dict, overwrite: bool) -> None:
     if held and not overwrite:
         others = ((k, theirs.get(k), v) for k, v in plan.items() if theirs.get(k) != v)
         differing = ", ".join(f"{k}: {there!r} there, {here!r} here" for k, there, here in others)
-        raise ValueError(f"{out} holds another encode ({differing}); choose another out, or overwrite=true")
+        raise ValueError(f"{out} holds another encode ({differing}); {advice}")
     for path in held:
         path.unlink()
     write_json(out / PLAN, plan)

@@ -143,10 +143,14 @@ class FiniteStream(IterableDataset):
     def __iter__(self) -> Iterator[Batch]:
         every = (s for shard in self.manifest.shards for s in _read(self.folder, shard, self.manifest))
         mine = islice(every, self.rank, self.limit, self.world)
-        broken = 0
+        broken = total = 0
         while part := list(islice(mine, self.batch_size)):
             rows = [s for s in part if isinstance(s, Sample)]
             broken += len(part) - len(rows)
+            total += len(part) - len(rows)
+            if total > max(1, MAX_BROKEN * self.manifest.samples):
+                last = next(s for s in reversed(part) if isinstance(s, Broken))
+                raise ValueError(f"{total} samples are broken, more than 1 %; last: {last.where}: {last.reason}")
             if rows:
                 tokens = torch.from_numpy(np.stack([s.tokens.astype(np.int64) for s in rows]))
                 yield Batch(tokens, [s.caption for s in rows], [s.key for s in rows], broken)

@@ -141,17 +141,26 @@ def read_shard(path: Path, expected: int | None = None) -> Iterator[Sample | Bro
     import webdataset as wds
 
     count = 0
-    reason = "missing from the shard"
+    reasons: list[str] = []
     try:
         with open(path, "rb") as stream:
-            files = wds.tariterators.tar_file_iterator(stream)
+            files = _until_broken(wds.tariterators.tar_file_iterator(stream), reasons)
             for group in wds.tariterators.group_by_keys({**f, "__url__": str(path)} for f in files):
                 count += 1
                 yield _decode(group, path)
-    except (tarfile.TarError, EOFError, OSError, ValueError) as error:
-        reason = str(error).replace("\n", " ") or type(error).__name__
+    except (OSError, ValueError) as error:
+        reasons.append(str(error).replace("\n", " "))
+    reason = reasons[-1] if reasons else "missing from the shard"
     for lost in range(count, expected or 0):
         yield Broken(f"{path} sample {lost}", reason)
+
+
+def _until_broken(files: Iterator[dict[str, Any]], reasons: list[str]) -> Iterator[dict[str, Any]]:
+    """End a damaged tar quietly, so that the samples before the damage are not lost with it."""
+    try:
+        yield from files
+    except (tarfile.TarError, EOFError, OSError, ValueError) as error:
+        reasons.append(str(error).replace("\n", " ") or type(error).__name__)
 
 
 def _decode(group: dict[str, Any], path: Path) -> Sample | Broken:

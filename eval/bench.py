@@ -4,8 +4,9 @@ python -m eval.bench heads=runs/emoji_ssd/heads images=16 out=runs/bench
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -16,9 +17,9 @@ from tqdm import tqdm
 
 from eval.decoders import DecodeResult, Policy, Sampling, make_policy
 from eval.decoders.engine import run as decode
+from eval.decoders.randomness import SeededSource, Where
 from eval.metrics.likelihood import bootstrap, surprise
 from eval.setup import EvalConfig, Loaded, load, policies
-from heads.backbones import Backbone
 from heads.cli import key, main
 from heads.files import atomic, write_json
 from heads.run_folder import machine
@@ -79,28 +80,54 @@ def measure(
     return runs
 
 
-def step_cost(backbone: Backbone, prompt: str, guidance: float, repeats: int = 5) -> dict[int, float]:
-    """{L: median seconds of a forward over L image tokens, the cache half full}."""
-    grid = backbone.grid
-    half = grid.height // 2 * grid.width
-    lengths = sorted({1, 2, 4, 8, 16, 32, grid.width, 2 * grid.width})
-    tokens = torch.randint(backbone.image_vocab_size, (1, half), generator=torch.Generator().manual_seed(0))
-    tokens = tokens.to(backbone.device)
-    with torch.inference_mode():
-        state, _ = backbone.start([prompt], guidance)
-        backbone.forward(state, tokens, [0])
-        times: dict[int, list[float]] = {n: [] for n in lengths if half + n < grid.positions}
-        for _ in range(repeats * 3):
-            for n in times:
-                backbone.rollback(state, [half])
-                if backbone.device.type == "cuda":
-                    torch.cuda.synchronize()
-                begun = time.perf_counter()
-                backbone.forward(state, tokens[:, :n], [half])
-                if backbone.device.type == "cuda":
-                    torch.cuda.synchronize()
-                times[n].append(time.perf_counter() - begun)
-    return {n: median(t) for n, t in times.items()}
+def clock(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call, the device's work included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begun = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begun
+
+
+@torch.inference_mode()
+def step_cost(loaded: Loaded, batch: int = 1, repeats: int = 15) -> tuple[dict[int, float], float | None]:
+    """({L: median seconds of a forward over L image tokens, the cache half full}, seconds of drafting a row).
+
+    A drafted row is all a head costs in decoding: W cells through it, the final norm, LM head, the sampling pipeline
+    and the draw. None without heads.
+    """
+    backbone, heads, sampling = loaded.backbone, loaded.heads, loaded.sampling
+    grid, device = backbone.grid, backbone.device
+    half = max(1, grid.height // 2 * grid.width)
+    lengths = [
+        n for n in sorted({1, 2, 4, 8, 16, 32, grid.width, 2 * grid.width}) if n == 1 or half + n < grid.positions
+    ]
+    prompts = loaded.prompts[:batch]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(backbone.image_vocab_size, (len(prompts), grid.positions), generator=generator).to(device)
+    state, _ = backbone.start(prompts, sampling.guidance)
+    first, source = [half] * len(prompts), SeededSource(0)
+    row = torch.arange(grid.width, device=device).expand(len(prompts), -1)
+    h = backbone.forward(state, tokens[:, : max(half, 1)], [0] * len(prompts))[:, :, : grid.width]
+    times: dict[int, list[float]] = {n: [] for n in lengths}
+    drafts: list[float] = []
+
+    def draft_row() -> None:
+        assert heads is not None
+        cells = h.shape[2]
+        predicted = heads(h, backbone.embed(tokens[:, :cells]), heads.offsets[-1])
+        q = sampling.probabilities(backbone.logits(predicted))
+        source.draw(q, Where(range(len(prompts)), row[:, :cells], 0))
+
+    for _ in range(repeats):
+        for n in lengths:
+            backbone.rollback(state, first)
+            times[n].append(clock(partial(backbone.forward, state, tokens[:, half : half + n], first), device))
+        if heads is not None:
+            drafts.append(clock(draft_row, device))
+    return {n: median(t) for n, t in times.items()}, median(drafts) if drafts else None
 
 
 def interpolate(cost: dict[int, float], length: float) -> float:
@@ -176,7 +203,7 @@ def bench(
     chosen.sort(key=lambda c: c[0] != "ar")
     runs = measure(loaded, chosen, repeats, batch_size, seed)
     grid = loaded.backbone.grid
-    cost = step_cost(loaded.backbone, loaded.prompts[0], loaded.sampling.guidance)
+    cost, draft = step_cost(loaded, batch_size)
     sampling: Sampling = loaded.sampling
     report: dict[str, Any] = {
         "backbone": {"name": loaded.backbone.name, "fingerprint": loaded.backbone.fingerprint},
@@ -192,6 +219,7 @@ def bench(
         "batch_size": batch_size,
         "rows": [row(run, runs[0], loaded, cost) for run in runs],
         "step_cost": {str(n): t for n, t in cost.items()},
+        "draft_row": draft and {"seconds": draft, "share_of_forward": draft / interpolate(cost, grid.width)},
     }
     write_json(out / "bench.json", report)
     shown = [loaded.tokenizer.pil(run.tokens[:columns]) for run in runs]
@@ -226,7 +254,11 @@ def table(report: dict[str, Any]) -> str:
             f"{r['speedup_allowed']:>8.2f}x{r['nll']:>7.2f}{f'{m:+.3f} ({low:+.3f} {high:+.3f})':>26}{changed:>9}"
         )
     cost = ", ".join(f"{n}: {1000 * t:.1f}" for n, t in report["step_cost"].items())
-    return "\n".join([*lines, f"forward over L tokens, ms: {cost}", f"machine: {report['machine']}"])
+    lines.append(f"forward over L tokens, ms: {cost}")
+    if draft := report["draft_row"]:
+        share = draft["share_of_forward"]
+        lines.append(f"drafting a row, ms: {1000 * draft['seconds']:.2f}, {share:.3f} of the forward over it")
+    return "\n".join([*lines, f"machine: {report['machine']}"])
 
 
 def run(config: BenchConfig) -> None:

@@ -27,7 +27,10 @@ class GenerateConfig(EvalConfig):
 
 
 def run(config: GenerateConfig) -> None:
-    ((name, settings, policy),) = policies(config.decoder)
+    chosen = policies(config.decoder)
+    if len(chosen) != 1:
+        raise ValueError(f"decoder is {config.decoder!r}; name one (eval.bench compares several)")
+    ((name, settings, policy),) = chosen
     if config.scale < 1:
         raise ValueError(f"scale is {config.scale}; it enlarges, so at least 1")
     config.images = config.images or (1 if config.prompt else 8)

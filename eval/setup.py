@@ -23,6 +23,8 @@ from heads.tokenizers import ImageTokenizer, load_tokenizer
 class EvalConfig:
     heads: str = key("runs/emoji_ssd/heads", "folder or hub id of exported heads; '' = none (AR needs none)")
     backbone: str = key("emoji", "folder of the backbone; emoji is the demo's own")
+    adapter: str = key("", "the backbone's adapter; '' = what its draftgrid.json says")
+    grid: list[int] = key(list, "[rows, columns]; empty = what the checkpoint says")
     tokenizer: str = key("", "folder of the image tokenizer; '' = the backbone's own")
     prompts: str = key("emoji:test", "text file of prompts (one a line), or emoji:train|validation|test")
     images: int = key(8, "pictures: the first N of the prompts, spread evenly")
@@ -58,7 +60,14 @@ def load(config: EvalConfig, needs_heads: bool) -> Loaded:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    backbone = load_backbone(config.backbone, device=device)
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"device is {device!r}; use auto, cpu, cuda or cuda:N")
+    if config.grid and len(config.grid) != 2:
+        raise ValueError(f"grid is {config.grid}; use [rows, columns]")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}, but this machine has no GPU; use device=cpu")
+    grid = (config.grid[0], config.grid[1]) if config.grid else None
+    backbone = load_backbone(config.backbone, adapter=config.adapter or None, grid=grid, device=device)
     heads = MTPHeads.from_pretrained(config.heads, backbone) if needs_heads else None
     tokenizer = load_tokenizer(config.tokenizer or config.backbone)
     if tokenizer.codebook_size != backbone.image_vocab_size:

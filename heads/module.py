@@ -53,6 +53,8 @@ class _Module(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.means = nn.ModuleDict()
+        self.figures: dict[str, float] = {}
+        """The last validation's figures."""
 
     def add(self, name: str, values: Tensor) -> None:
         metric = self.means[name]
@@ -75,9 +77,6 @@ class _Module(L.LightningModule):
         self.figures = self.report()
         for name, value in self.figures.items():
             self.log(name, value)
-
-    figures: dict[str, float]
-    """The last validation's figures."""
 
     def parameters_to_train(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
@@ -141,6 +140,7 @@ class HeadsModule(_Module):
         return loss
 
     def validation_step(self, batch: Any, _: int) -> None:
+        self.broken += batch.broken
         tokens = batch.tokens.flatten(1)
         h, e = (s.flatten(1, 2) for s in self.backbone.states(batch.tokens, batch.captions))
         p = self.backbone.logits(h).float().softmax(-1)
@@ -151,7 +151,7 @@ class HeadsModule(_Module):
             predicted, true = self.predict(h, e, name)
             q = self.backbone.logits(predicted.to(h.dtype)).float().softmax(-1)
             accepted = acceptance(p[:, target], q)
-            self.add(f"smooth_l1/{name}", smooth_l1(predicted, true)[None])
+            self.add(f"smooth_l1/{name}", smooth_l1(predicted, true, "none").mean(-1))
             self.add(f"cosine/{name}", nn.functional.cosine_similarity(predicted.float(), true.float(), dim=-1))
             self.add(f"acceptance/{name}", accepted)
             if (unsure := uncertain[:, target]).any():

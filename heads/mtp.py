@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from heads.backbones.base import Backbone
@@ -22,6 +22,9 @@ from heads.files import atomic_folder, read_json, write_json, write_text
 from heads.grid import Offset, TokenGrid, offset_name
 
 FORMAT = 1
+TARGETS = ("h_pre",)
+"""What heads predict: the state before the final norm."""
+WEIGHTS = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,13 @@ class TrainedOn:
     fingerprint: str
     hidden_size: int
     grid: tuple[int, int]
+    revision: str | None = None
+    """Of the backbone on the hub, where it came from there."""
 
     @classmethod
     def of(cls, backbone: Backbone) -> "TrainedOn":
         grid = (backbone.grid.height, backbone.grid.width)
-        return cls(backbone.name, backbone.fingerprint, backbone.hidden_size, grid)
+        return cls(backbone.name, backbone.fingerprint, backbone.hidden_size, grid, backbone.revision)
 
 
 class RMSNorm(nn.Module):
@@ -73,6 +78,10 @@ class MTPHeads(nn.Module, ABC):
     kind: str
     config: HeadsConfig
     trained_on: TrainedOn
+    card: str = "# Draftgrid heads\n"
+    """README.md of the exported folder."""
+    recipe: str = ""
+    """The resolved recipe they were trained with, YAML."""
 
     @property
     def offsets(self) -> list[Offset]:
@@ -98,26 +107,27 @@ class MTPHeads(nn.Module, ABC):
         if mine.grid != theirs.grid:
             raise ValueError(f"these heads were trained on a {mine.grid} grid, but the backbone draws {theirs.grid}")
 
-    def save_pretrained(self, folder: str | Path, card: str = "", recipe: str = "") -> None:
-        """Write the exported folder, whole or not at all. `card` is the README.md, `recipe` the resolved recipe."""
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the exported folder, whole or not at all, `card` and `recipe` included."""
         tensors = {k: v.detach().to("cpu").contiguous() for k, v in self.state_dict().items()}
         empty = [k for k, v in tensors.items() if not v.numel()]
         if empty:
             raise ValueError(f"tensors {empty[:3]} are empty; gather the shards of all ranks before exporting")
         with atomic_folder(folder) as temporary:
-            save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+            # Through Python's own write: safetensors reports a full disk as an error of no particular kind.
+            (temporary / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
             config = {
                 "format": FORMAT,
                 "kind": self.kind,
                 "offsets": [offset_name(o) for o in self.offsets],
-                "target": "h_pre",
+                "target": TARGETS[0],
                 **asdict(self.config),
                 "backbone": asdict(self.trained_on),
             }
             write_json(temporary / "config.json", config)
-            write_text(temporary / "README.md", card or "# Draftgrid heads\n")
-            if recipe:
-                write_text(temporary / "recipe.yaml", recipe)
+            write_text(temporary / "README.md", self.card)
+            if self.recipe:
+                write_text(temporary / "recipe.yaml", self.recipe)
 
     @classmethod
     def from_pretrained(cls, folder_or_id: str | Path, backbone: Backbone | None = None) -> "MTPHeads":
@@ -128,19 +138,21 @@ class MTPHeads(nn.Module, ABC):
         """
         folder = _download(folder_or_id)
         config = read_json(folder / "config.json")
-        if config.get("format") != FORMAT or config.get("kind") not in KINDS:
-            raise ValueError(
-                f"{folder}/config.json: format {config.get('format')!r}, kind {config.get('kind')!r}; "
-                f"this version reads format {FORMAT}, kind {' or '.join(KINDS)}"
-            )
-        fields = {k: config[k] for k in HeadsConfig.__dataclass_fields__}
-        owner = config["backbone"]
-        trained_on = TrainedOn(owner["name"], owner["fingerprint"], owner["hidden_size"], tuple(owner["grid"]))
-        heads = KINDS[config["kind"]](HeadsConfig(**fields), trained_on)
+        for field, known in (("format", (FORMAT,)), ("kind", tuple(KINDS)), ("target", TARGETS)):
+            if config.get(field) not in known:
+                raise ValueError(f"{folder}/config.json: {field} is {config.get(field)!r}; this version reads {known}")
+        try:
+            fields = {k: config[k] for k in HeadsConfig.__dataclass_fields__}
+            owner = TrainedOn(**{**config["backbone"], "grid": tuple(config["backbone"]["grid"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{folder}/config.json lacks or misnames a field: {error}") from None
+        heads = KINDS[config["kind"]](HeadsConfig(**fields), owner)
+        if config.get("offsets") != [offset_name(o) for o in heads.offsets]:
+            raise ValueError(f"{folder}/config.json: offsets {config.get('offsets')} do not agree with {fields}")
         if backbone is not None:
             heads.check(backbone)
         try:
-            tensors = load_file(folder / "model.safetensors")
+            tensors = load_file(folder / WEIGHTS)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{folder}/model.safetensors cannot be read ({error}); it may be cut short") from None
         wanted = {k: tuple(v.shape) for k, v in heads.state_dict().items()}
@@ -150,12 +162,15 @@ class MTPHeads(nn.Module, ABC):
             shapes = sorted(k for k in wanted.keys() & found.keys() if wanted[k] != found[k])
             raise ValueError(f"{folder}/model.safetensors: missing {missing}, unknown {extra}, misshapen {shapes}")
         heads.load_state_dict(tensors, assign=True)
+        for name, file in (("card", "README.md"), ("recipe", "recipe.yaml")):
+            if (folder / file).is_file():
+                setattr(heads, name, (folder / file).read_text(encoding="utf-8"))
         if backbone is not None:
             heads = heads.to(backbone.device, backbone.dtype)
         return heads.requires_grad_(False).eval()
 
-    def push_to_hub(self, repo_id: str, card: str = "", private: bool = False, token: str | None = None) -> str:
-        """Save to a temporary folder and upload it to the Hugging Face hub. Returns the commit's address."""
+    def push_to_hub(self, repo_id: str, private: bool = False, token: str | None = None) -> str:
+        """Upload the exported folder, card and recipe included, to the Hugging Face hub; returns the address."""
         import tempfile
 
         from huggingface_hub import HfApi
@@ -163,7 +178,7 @@ class MTPHeads(nn.Module, ABC):
         api = HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(Path(folder) / "heads", card)
+            self.save_pretrained(Path(folder) / "heads")
             return str(api.upload_folder(repo_id=repo_id, folder_path=Path(folder) / "heads"))
 
 
@@ -191,7 +206,15 @@ KINDS: dict[str, Any] = {"offsets": OffsetHeads}
 
 
 def new_heads(config: HeadsConfig, backbone: Backbone, seed: int = 0) -> MTPHeads:
-    """Untrained heads for a backbone; the same seed gives the same weights."""
+    """Untrained heads for a backbone; the same seed gives the same weights.
+
+    Raises ValueError for an offset that leaves the grid everywhere: it could never be trained.
+    """
+    config.check()
+    grid = backbone.grid
+    for name, reach, cells in (("right", config.right, grid.width), ("down", config.down, grid.height)):
+        if reach >= cells:
+            raise ValueError(f"heads.{name} is {reach}, but the grid has {cells} that way; use at most {cells - 1}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return OffsetHeads(config, TrainedOn.of(backbone))

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 
-def smooth_l1(predicted: Tensor, target: Tensor) -> Tensor:
-    """Mean Smooth-L1 (beta 1) between states (..., D), in fp32: the paper's loss on h before the final norm."""
-    return nn.functional.smooth_l1_loss(predicted.float(), target.float())
+def smooth_l1(predicted: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """Smooth-L1 (beta 1) between states (..., D), in fp32: the paper's loss on h before the final norm."""
+    return nn.functional.smooth_l1_loss(predicted.float(), target.float(), reduction=reduction)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from typing import Any
 from heads.files import read_json, write_json, write_text
 
 CLAIMED = ".claimed"
+MADE = ("metrics.json", "checkpoints", "heads", "backbone", "image_tokenizer")
+"""What a run leaves once it has begun; a folder with none of them was claimed by a start that failed."""
 PACKAGES = ("torch", "lightning", "transformers", "webdataset", "safetensors", "draftgrid")
 
 
@@ -33,7 +35,8 @@ class RunFolder:
         config = self.path / "config.yaml"
         if overwrite and config.is_file():
             shutil.rmtree(self.path)
-        if config.is_file():
+        begun = any((self.path / name).exists() for name in MADE)
+        if config.is_file() and begun:
             theirs = config.read_text(encoding="utf-8")
             if theirs != recipe:
                 raise ValueError(
@@ -43,8 +46,10 @@ class RunFolder:
             if resume == "never":
                 raise ValueError(f"out={self.path} holds a run and resume=never; choose another out, or overwrite=true")
             return (self.path / "metrics.json").is_file()
-        # A .part file is what a run killed while it claimed the folder leaves.
-        if self.path.is_dir() and any(p.suffix not in (".log", ".part") for p in self.path.iterdir()):
+        # A start that failed leaves its claim, one that was killed a .part file: neither is anybody's work.
+        own = {"config.yaml", "run.json", "logs", CLAIMED}
+        held = self.path.iterdir() if self.path.is_dir() else ()
+        if any(p.name not in own and p.suffix not in (".log", ".part") for p in held):
             raise ValueError(f"out={self.path} is a folder with other files in it; choose an empty or new one")
         write_text(config, recipe)
         return False

@@ -3,6 +3,9 @@
 import os
 import time
 from pathlib import Path
+from typing import Any
+
+from heads.files import atomic
 
 
 def rank_zero() -> bool:
@@ -42,9 +45,25 @@ def choose_devices(accelerator: str, devices: int) -> tuple[str, int]:
     return accelerator, devices
 
 
-def choose_strategy(devices: int) -> str:
+def choose_strategy(devices: int) -> Any:
+    """DDP for several processes. Buffers are constants here; broadcasting them would tie ranks whose counts differ."""
+    from lightning.pytorch.strategies import DDPStrategy
+
     world = int(os.environ.get("WORLD_SIZE", devices))
-    return "ddp" if world > 1 else "auto"
+    return DDPStrategy(broadcast_buffers=False) if world > 1 else "auto"
+
+
+def whole_checkpoints() -> Any:
+    """Lightning's checkpoint writer, made atomic on any file system: its own goes through a move from /tmp."""
+    import torch
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+    class WholeCheckpoints(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+            with atomic(path) as temporary:
+                torch.save(checkpoint, temporary)
+
+    return WholeCheckpoints()
 
 
 def choose_precision(precision: str, accelerator: str) -> str:

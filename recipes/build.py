@@ -1,6 +1,7 @@
 """From a resolved recipe to a job that can be fitted and finished. Imported by train.py alone."""
 
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -17,14 +18,14 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from data.encode import encode
 from data.module import TokenDataModule
 from data.shards import MANIFEST
-from data.sources import open_source
+from data.sources import open_source, read_prompts
 from heads.backbones import Backbone, load_backbone
 from heads.files import sha256
 from heads.module import BackboneModule, HeadsModule
 from heads.mtp import new_heads
 from heads.objective import count_table
 from heads.run_folder import RunFolder
-from heads.strategy import choose_devices, choose_precision, choose_strategy, rank_zero, wait_for
+from heads.strategy import choose_devices, choose_precision, choose_strategy, rank_zero, wait_for, whole_checkpoints
 from heads.tokenizers import ImageTokenizer, PatchVQ, load_tokenizer
 from recipes.schema import TrainConfig
 
@@ -51,8 +52,10 @@ def quiet() -> None:
         ".*Checkpoint directory .* exists and is not empty.*",
         ".*does not have many workers.*",
         ".*Our suggested max number of worker.*",
+        ".*sync_dist=True.*",  # our means are gathered as sums and counts
     ):
         warnings.filterwarnings("ignore", message)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader workers fork
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
 
 
@@ -112,7 +115,9 @@ def prepare_data(config: TrainConfig, tokenizer: ImageTokenizer) -> None:
         out = Path(data.dir) / split
         if rank_zero():
             limit = 64 if config.smoke else None
-            encode(open_source(data.source, copies), tokenizer, out, split, shards=data.shards, limit=limit)
+            source = open_source(data.source, copies)
+            advice = f"set another data.dir, or delete {out}"
+            encode(source, tokenizer, out, split, shards=data.shards, limit=limit, advice=advice)
         wait_for(out / MANIFEST)
 
 
@@ -120,6 +125,8 @@ def build(config: TrainConfig, folder: RunFolder) -> Job:
     """Load, check everything that can be checked, and hand out the pieces. Raises ValueError before a step is made."""
     begun = time.perf_counter()
     quiet()
+    if config.task == "heads" and config.sheet.images:
+        read_prompts(config.sheet.prompts)  # a wrong name is told now, not after the training
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     L.seed_everything(config.seed, verbose=False)
@@ -155,13 +162,14 @@ def make_trainer(
 ) -> L.Trainer:
     t = config.trainer
     loggers = [
-        CSVLogger(folder.path, name="logs", version="csv"),
+        CSVLogger(folder.path / "logs", name="csv"),  # a version per launch: it deletes what it finds in its own
         TensorBoardLogger(folder.path, name="logs", version="tensorboard"),
     ]
     return L.Trainer(
         accelerator=devices[0],
         devices=devices[1],
         strategy=choose_strategy(devices[1]),
+        plugins=[whole_checkpoints()],
         precision=choose_precision(t.precision, devices[0]),  # type: ignore[arg-type]
         max_steps=t.steps,
         limit_train_batches=t.steps * t.accumulate,
@@ -258,7 +266,8 @@ def build_heads(
     module = HeadsModule(backbone, heads, config.optim, tables, config.guidance)
 
     def finish(trainer: L.Trainer, timer: StepTimer) -> None:
-        if config.trainer.steps % config.trainer.validate_every:
+        # A run killed after its last step resumes with nothing to fit, and so without figures.
+        if not module.figures or config.trainer.steps % config.trainer.validate_every:
             trainer.validate(module, data, verbose=False)
         if not trainer.is_global_zero:
             return
@@ -267,22 +276,28 @@ def build_heads(
         metrics = figures(module, data, timer.median(), config)
         out = export(module, folder, config, resolved(config), metrics, sha256(data.folder / "train" / MANIFEST))
         if config.sheet.images:
-            sheet(out, tokenizer, config, folder)
+            sheet(out, config, folder)
         metrics["seconds"]["total"] = timer.total()
         folder.finish(metrics)
         if module.broken:
             print(f"warning: {module.broken} broken samples were skipped; python -m data.verify dir=... names them")
-        print(HOW_TO.format(out=out, sheet=folder.path / "sheet.png", metrics=folder.path / "metrics.json"))
+        print(how_to(config, folder, out))
 
     return module, finish
 
 
-HOW_TO = """
-heads:    {out}
-figures:  {metrics}
-pictures: {sheet}
-
-    from heads import MTPHeads, load_backbone
-    backbone = load_backbone()
-    heads = MTPHeads.from_pretrained("{out}", backbone)
-"""
+def how_to(config: TrainConfig, folder: RunFolder, out: Path) -> str:
+    """Where everything is, and the Python that loads the heads."""
+    lines = ["", f"heads:    {out}", f"figures:  {folder.path / 'metrics.json'}"]
+    if config.sheet.images:
+        lines.append(f"pictures: {folder.path / 'sheet.png'}")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "    from heads import MTPHeads, load_backbone",
+            f'    backbone = load_backbone("{config.backbone.checkpoint}")',
+            f'    heads = MTPHeads.from_pretrained("{out}", backbone)',
+            "",
+        ]
+    )

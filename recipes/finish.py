@@ -13,7 +13,6 @@ from data.module import TokenDataModule
 from heads.grid import offset_name
 from heads.module import HeadsModule, adamw
 from heads.run_folder import RunFolder
-from heads.tokenizers import ImageTokenizer
 from recipes.schema import TrainConfig
 
 
@@ -39,8 +38,9 @@ def step_parts(
 
     Same batch size and precision as the run; on a copy of the heads, so that nothing trained is touched.
     """
-    loader = data.train_dataloader()
-    batch = next(iter(loader)).to(module.backbone.device)
+    device = module.trainer.strategy.root_device  # fit has moved the module back to the CPU
+    module.to(device)
+    batch = next(iter(data.train_dataloader())).to(device)
     heads = copy.deepcopy(module.heads).train()
     twin = HeadsModule(module.backbone, heads, module.optim)
     optimizer = adamw([p for p in heads.parameters() if p.requires_grad], module.optim, 100)["optimizer"]
@@ -82,14 +82,16 @@ def export(
 ) -> Path:
     """Write DIR/heads. Returns the folder."""
     out = folder.path / "heads"
-    module.heads.save_pretrained(out, model_card(module, config, metrics, data_hash), recipe)
+    module.heads.card, module.heads.recipe = model_card(module, config, metrics, data_hash), recipe
+    module.heads.save_pretrained(out)
     return out
 
 
 def model_card(module: HeadsModule, config: TrainConfig, metrics: dict[str, Any], data_hash: str) -> str:
     owner = module.heads.trained_on
+    uncertain = metrics.get("acceptance_uncertain", {})
     rows = [
-        f"| {name} | {metrics['acceptance'][name]:.3f} | {metrics['acceptance_uncertain'].get(name, float('nan')):.3f} "
+        f"| {name} | {metrics['acceptance'][name]:.3f} | {uncertain.get(name, float('nan')):.3f} "
         f"| {metrics['smooth_l1'][name]:.4f} | {metrics['cosine'][name]:.3f} |"
         for name in (offset_name(o) for o in module.heads.offsets)
         if name in metrics.get("acceptance", {})
@@ -125,7 +127,7 @@ def model_card(module: HeadsModule, config: TrainConfig, metrics: dict[str, Any]
     )
 
 
-def sheet(heads: Path, tokenizer: ImageTokenizer, config: TrainConfig, folder: RunFolder) -> None:
+def sheet(heads: Path, config: TrainConfig, folder: RunFolder) -> None:
     """Draw held-out prompts with AR and SSD; writes DIR/sheet.png and DIR/bench.json and prints the table."""
     from eval.bench import bench, table
     from eval.setup import EvalConfig, load
@@ -134,6 +136,8 @@ def sheet(heads: Path, tokenizer: ImageTokenizer, config: TrainConfig, folder: R
     settings = EvalConfig(
         heads=str(heads),
         backbone=config.backbone.checkpoint,
+        adapter=config.backbone.adapter,
+        grid=config.backbone.grid,
         tokenizer=config.backbone.tokenizer,
         prompts=s.prompts,
         images=s.images,

@@ -71,6 +71,17 @@ class TrainConfig:
         for name in ("steps", "devices", "accumulate", "validate_every", "save_every"):
             if getattr(t, name) < 1:
                 raise ValueError(f"trainer.{name} is {getattr(t, name)}; at least 1 is needed")
+        if self.task == "backbone" and (len(self.backbone.grid) != 2 or len(set(self.backbone.grid)) != 1):
+            raise ValueError(
+                f"backbone.grid is {self.backbone.grid}; task=backbone needs [n, n], its pictures are square"
+            )
+        if self.task == "backbone" and t.validate_every > t.steps:
+            raise ValueError(
+                f"trainer.validate_every is {t.validate_every}, more than the {t.steps} steps; "
+                "task=backbone keeps its best validated checkpoint"
+            )
+        if self.sheet.images < 0:
+            raise ValueError(f"sheet.images is {self.sheet.images}; use 0 (none) or more")
         if self.sheet.rounds < 0:
             raise ValueError(f"sheet.rounds is {self.sheet.rounds}; use 0 (draft only) or more")
         if self.backbone.grid and (len(self.backbone.grid) != 2 or min(self.backbone.grid) < 1):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from PIL import Image
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 

@@ -1,6 +1,7 @@
 """The heads: alignment of what they read and predict, exporting, loading, refusing what does not belong."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,8 @@ class TestExport:
     def exported(self, tmp_path: Path):
         backbone = tiny_emu3()
         heads = new_heads(HeadsConfig(right=3, down=2), backbone)
-        heads.save_pretrained(tmp_path / "heads", card="# card\n", recipe="a: 1\n")
+        heads.card, heads.recipe = "# card\n", "a: 1\n"
+        heads.save_pretrained(tmp_path / "heads")
         return backbone, heads, tmp_path / "heads"
 
     def test_round_trip_is_bit_for_bit_and_decodes_the_same(self, exported) -> None:
@@ -187,7 +189,23 @@ class TestExport:
             MTPHeads.from_pretrained(tmp_path / "nothing")
         config = json.loads((folder / "config.json").read_text()) | {"format": 9}
         (folder / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match="format 9"):
+        with pytest.raises(ValueError, match="format is 9"):
+            MTPHeads.from_pretrained(folder)
+
+    @pytest.mark.parametrize(
+        "change,message",
+        [
+            ({"target": "h_post"}, "target is 'h_post'"),
+            ({"offsets": ["right1"]}, r"offsets \['right1'\] do not agree"),
+            ({"kind": "trees"}, "kind is 'trees'"),
+            ({"backbone": {"name": "x"}}, "lacks or misnames a field"),
+        ],
+    )
+    def test_heads_of_another_kind_of_state_or_shape_are_refused(self, exported, change: dict, message: str) -> None:
+        _, _, folder = exported
+        config = json.loads((folder / "config.json").read_text()) | change
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message):
             MTPHeads.from_pretrained(folder)
 
     def test_an_empty_tensor_is_never_exported(self, tmp_path: Path) -> None:
@@ -197,21 +215,23 @@ class TestExport:
             heads.save_pretrained(tmp_path / "heads")
         assert not list(tmp_path.iterdir())
 
-    def test_a_failed_export_leaves_the_old_one(self, exported, monkeypatch) -> None:
+    def test_a_failed_export_leaves_the_old_one(self, exported) -> None:
+        """A real failing write: files may grow to 8 KiB only."""
         _, heads, folder = exported
         before = (folder / "model.safetensors").read_bytes()
-
-        def full(*_: object, **__: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr("heads.mtp.save_file", full)
-        with pytest.raises(OSError):
-            heads.save_pretrained(folder)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+            with pytest.raises(OSError):
+                heads.save_pretrained(folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert (folder / "model.safetensors").read_bytes() == before
         assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
     def test_push_to_hub_uploads_the_exported_folder(self, exported, monkeypatch) -> None:
-        _, heads, folder = exported
+        backbone, _, folder = exported
+        heads = MTPHeads.from_pretrained(folder, backbone)
         seen: dict[str, object] = {}
 
         class Hub:
@@ -227,7 +247,7 @@ class TestExport:
         monkeypatch.setattr("huggingface_hub.HfApi", Hub)
         assert heads.push_to_hub("org/name") == "address"
         assert seen["repo"] == "org/name"
-        assert seen["files"]["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+        assert seen["files"] == {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -237,6 +257,8 @@ class TestExport:
         ({"right": 0, "down": 0}, "at least one head"),
         ({"width": -3}, "heads.width is -3"),
         ({"input": "x"}, "heads.input is 'x'; use one of h\\+e, h, e"),
+        ({"right": 4}, "heads.right is 4, but the grid has 4 that way; use at most 3"),
+        ({"right": 1, "down": 3}, "heads.down is 3, but the grid has 3 that way; use at most 2"),
     ],
 )
 def test_wrong_settings_are_named(fields: dict, message: str) -> None:

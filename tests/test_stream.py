@@ -289,10 +289,17 @@ def test_a_finite_stream_yields_every_sample_once_over_the_ranks(tmp_path: Path,
 
 def test_a_finite_stream_counts_what_it_cannot_read(tmp_path: Path) -> None:
     manifest = write_set(tmp_path, [7, 5])
-    cut(tmp_path / "shard-000000.tar", 3)
+    cut(tmp_path / "shard-000000.tar", 6)
     batches = take(FiniteStream(tmp_path, manifest, 2, 0, 1))
-    assert len(keys(batches)) + sum(b.broken for b in batches) == 12
-    assert {"s0-000", "s0-001", *all_keys([7, 5])[7:]} <= set(keys(batches))
+    assert sum(b.broken for b in batches) == 1
+    assert keys(batches) == [k for k in all_keys([7, 5]) if k != "s0-006"]
+
+
+def test_a_finite_stream_that_cannot_read_more_than_one_percent_stops(tmp_path: Path) -> None:
+    manifest = write_set(tmp_path, [7, 5])
+    cut(tmp_path / "shard-000000.tar", 3)
+    with pytest.raises(ValueError, match=r"samples are broken, more than 1 %; last: .*shard-000000\.tar"):
+        take(FiniteStream(tmp_path, manifest, 2, 0, 1))
 
 
 def config(folder: Path, **settings) -> StreamConfig:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -126,8 +128,6 @@ def test_frozen_backbone_is_in_eval_mode_and_out_of_the_optimizer_throughout(
         return step(self, batch, index)
 
     config = json.loads((world.backbone / "config.json").read_text())
-    import shutil
-
     dropping = tmp_path / "backbone"
     shutil.copytree(world.backbone, dropping)
     config["text_config"]["attention_dropout"] = 0.5
@@ -186,10 +186,9 @@ def torch_step(checkpoint: Path) -> int:
 
 @pytest.mark.slow
 def test_two_ranks_train_the_same_job(world: World, tmp_path: Path) -> None:
-    """DDP over gloo under torchrun: 2 ranks of 2 pictures; both see other samples, one export comes out."""
-    process = spawn(
-        world.overrides(tmp_path / "run", **{"data.batch_size": 2, "trainer.accelerator": "cpu"}), torchrun=2
-    )
+    """DDP over gloo under torchrun; one rank has 2 validation batches, the other 1. It ends, with one export."""
+    keys = {"data.batch_size": 2, "trainer.accelerator": "cpu", "data.validation_samples": 5}
+    process = spawn(world.overrides(tmp_path / "run", **keys, **{"trainer.validate_every": 2}), torchrun=2)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
@@ -214,8 +213,85 @@ def test_a_backbone_is_trained_saved_and_usable(world: World, tmp_path: Path) ->
     assert not any(m.training for m in backbone.modules())
 
 
+def test_killed_after_its_last_step_a_run_still_finishes(world: World, tmp_path: Path) -> None:
+    keys = {"trainer.save_every": 4}
+    fit(world.overrides(tmp_path / "run", **keys))
+    whole = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    (tmp_path / "run" / "metrics.json").unlink()
+    weights = (tmp_path / "run" / "heads" / "model.safetensors").read_bytes()
+    fit(world.overrides(tmp_path / "run", **keys))
+    again = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert again["acceptance"] == whole["acceptance"] and again["smooth_l1"] == whole["smooth_l1"]
+    assert (tmp_path / "run" / "heads" / "model.safetensors").read_bytes() == weights
+
+
+def test_validation_figures_equal_a_computation_by_hand(world: World, tmp_path: Path) -> None:
+    """Two pictures of the validation set, every figure written out with loops."""
+    import numpy as np
+
+    from data.shards import read_manifest, read_shard
+    from heads.objective import count_table
+
+    keys = {"data.validation_samples": 2, "data.batch_size": 2, "heads.down": 1, "heads.right": 1, "guidance": "[1]"}
+    fit(world.overrides(tmp_path / "run", **keys))
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    backbone = load_backbone(world.backbone)
+    heads = MTPHeads.from_pretrained(tmp_path / "run" / "heads", backbone)
+    files = [world.data / "validation" / s.file for s in read_manifest(world.data / "validation").shards]
+    samples = list(read_shard(files[0]))[:2]
+    train = [s for f in sorted((world.data / "train").glob("*.tar")) for s in read_shard(f)]
+    counted = torch.from_numpy(np.stack([s.tokens.astype("int64") for s in train]))
+    source, target = backbone.grid.pairs((1, 0))
+    table = count_table(counted, source, target, 24)
+    accepted, unsure, floor, top, nll = [], [], [], [], []
+    for sample in samples:
+        tokens = torch.from_numpy(sample.tokens.astype("int64"))[None]
+        h, e = backbone.states(tokens, [sample.caption])
+        p = backbone.logits(h)[0].softmax(-1)
+        q = backbone.logits(heads(h, e, (1, 0)))[0].softmax(-1)
+        for y in range(4):
+            for x in range(4):
+                nll.append(-p[y, x, tokens[0, y, x]].log().item())
+                if y == 3:
+                    continue
+                below = p[y + 1, x]
+                accepted.append(sum(min(a, b) for a, b in zip(below.tolist(), q[y, x].tolist(), strict=True)))
+                if -(below * below.log()).sum() >= 0.5:
+                    unsure.append(accepted[-1])
+                row = table[tokens[0, y, x]].tolist()
+                floor.append(sum(min(a, b) for a, b in zip(below.tolist(), row, strict=True)))
+                top.append(float(below.argmax() == q[y, x].argmax()))
+    for kind, values in (("acceptance", accepted), ("acceptance_uncertain", unsure), ("acceptance_table", floor)):
+        assert metrics[kind]["down1"] == pytest.approx(sum(values) / len(values), abs=1e-4), kind
+    assert metrics["top1"]["down1"] == pytest.approx(sum(top) / len(top), abs=1e-6)
+    assert metrics["backbone_nll"] == pytest.approx(sum(nll) / len(nll), abs=1e-4)
+
+
 class TestBadInput:
     """One sentence, before a step is made, nothing half-written."""
+
+    def test_a_start_that_failed_does_not_take_the_folder(self, world: World, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="nowhere"):
+            fit(world.overrides(tmp_path / "run", **{"backbone.checkpoint": "nowhere"}))
+        fit(world.overrides(tmp_path / "run"))
+        assert (tmp_path / "run" / "metrics.json").is_file()
+
+    def test_a_truncated_tar_is_skipped_and_counted_and_many_stop_the_run(self, world: World, tmp_path: Path) -> None:
+        for cut, fails in ((1, False), (9, True)):
+            data = tmp_path / f"data{cut}"
+            shutil.copytree(world.data, data)
+            shard = sorted((data / "train").glob("*.tar"))[0]
+            with tarfile.open(shard) as tar:
+                middle = tar.getmembers()[-3 * cut].offset_data + 10  # amid the codes of the (ninth) last sample
+            os.truncate(shard, middle)
+            keys = {"data.dir": data, "trainer.steps": 15, "trainer.validate_every": 15}
+            if fails:
+                with pytest.raises(ValueError, match=rf"samples are broken, more than 1 %; last: .*{shard.name}"):
+                    fit(world.overrides(tmp_path / f"run{cut}", **keys))
+            else:
+                fit(world.overrides(tmp_path / f"run{cut}", **keys))
+                metrics = json.loads((tmp_path / f"run{cut}" / "metrics.json").read_text())
+                assert metrics["broken_samples"] == 1
 
     @pytest.mark.parametrize(
         "keys,message",
@@ -231,6 +307,9 @@ class TestBadInput:
             ({"backbone.checkpoint": "nowhere"}, "'nowhere' is neither a folder nor a shipped checkpoint"),
             ({"backbone.grid": "[4,5]"}, "holds 4x4 grids, but the backbone draws 4x5"),
             ({"heads.input": "x"}, "heads.input is 'x'"),
+            ({"heads.right": 4}, "heads.right is 4, but the grid has 4 that way"),
+            ({"sheet.images": 2, "sheet.prompts": "nowhere.txt"}, "prompts is 'nowhere.txt'"),
+            ({"task": "backbone"}, r"backbone.grid is \[\]; task=backbone needs"),
             ({"sheet.rounds": -1}, "sheet.rounds is -1"),
             ({"data.caption_dropout": 1.5}, "data.caption_dropout is 1.5"),
         ],

@@ -52,7 +52,7 @@ class Stats:
 
     @property
     def change_rate(self) -> float | None:
-        """Share of tokens that still changed in their final round: 0 = certainly exact. None for exact decoders."""
+        """Share of tokens that still changed in their final round. None where no round tested them: exact, or r = 0."""
         return self.changed[0] / self.changed[1] if self.changed[1] else None
 
     @contextmanager
@@ -167,6 +167,10 @@ def run(
 
     Raises ValueError if there is no prompt, if the policy needs heads and has none, or if they are another backbone's.
     """
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts is the text {prompts!r}; give a list of prompts")
+    if samples is not None and len(samples) != len(prompts):
+        raise ValueError(f"samples has {len(samples)} numbers for {len(prompts)} prompts")
     if not prompts:
         raise ValueError("no prompt to draw")
     if policy.needs_heads and heads is None:
@@ -175,6 +179,12 @@ def run(
         )
     if heads is not None:
         heads.check(backbone)
+        weight = next(heads.parameters(), None)
+        if weight is not None and (weight.device, weight.dtype) != (backbone.device, backbone.dtype):
+            raise ValueError(
+                f"the heads are {weight.dtype} on {weight.device}, the backbone {backbone.dtype} on {backbone.device}; "
+                "load them with MTPHeads.from_pretrained(folder, backbone)"
+            )
     grid, device = backbone.grid, backbone.device
     numbers = list(range(len(prompts)) if samples is None else samples)
     canvas = Canvas(backbone, heads if policy.needs_heads else None, sampling, source or SeededSource(seed), numbers)

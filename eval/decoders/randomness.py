@@ -63,9 +63,9 @@ class SeededSource:
 
     def draw(self, weights: Tensor, where: Where, needed: Tensor | None = None) -> Tensor:
         """Inverse of the cumulative sum: the first index whose cumulative weight exceeds u times the total."""
-        cumulative = weights.cumsum(-1)
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
         total = cumulative[..., -1:]
-        u = (self.uniform(where)[..., None] * total.double()).to(weights.dtype)
+        u = self.uniform(where)[..., None] * total
         index = torch.searchsorted(cumulative, u, right=True)
         # u may round up to the total: the last index with weight is where the total is first reached.
         last = torch.searchsorted(cumulative, total.contiguous())

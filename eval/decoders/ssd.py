@@ -1,9 +1,9 @@
 """Spatially Speculative Decoding (SSD, arXiv 2606.20543): draft a row from the row above, verify and correct r times.
 
 Lossy: after r rounds the block is committed whatever happened. `stats.change_rate` says how much the last round still
-changed; at 0 the picture is a sample of the backbone. A round is one causal forward over the drafts; every column keeps
-its token with min(1, p / record) or takes the residual, and p becomes its record (a new record each round: keeping the
-heads' q instead makes more rounds worse).
+changed; its expectation bounds the distance from the backbone's law. A round is one causal forward over the drafts;
+every column keeps its token with min(1, p / record) or takes the residual, and p becomes its record (a new record each
+round: keeping the heads' q instead makes more rounds worse).
 """
 
 from torch import Tensor, cat
@@ -17,9 +17,9 @@ class SSD(Policy):
     """A block is one exact token and the drafts behind it: up to `right` cells in row 0, then `rows` rows at a time.
 
     The forward that reads a finished block once more (for its keys, values and states) also yields the next block's
-    first token, so a block costs 1 + r forwards: (ceil(W / (right + 1)) + ceil((H - 1) / rows)) * (1 + r) in all, the
-    prefill standing for the first block's. `staged` verifies both rows `rounds` times, commits the first, and gives the
-    second `staged` rounds more.
+    first token, so a block with drafts costs 1 + r forwards: (ceil(W / (right + 1)) + ceil((H - 1) / rows)) * (1 + r)
+    in all, the prefill standing for the first block's; a block that is one token long, at a row's end, costs 1.
+    `staged` verifies both rows `rounds` times, commits the first, and gives the second `staged` rounds more.
     """
 
     name = "ssd"
@@ -27,6 +27,9 @@ class SSD(Policy):
     needs_heads = True
 
     def __init__(self, rounds: int = 2, rows: int = 1, staged: int = 0) -> None:
+        for name, value in (("rounds", rounds), ("rows", rows), ("staged", staged)):
+            if not isinstance(value, int):
+                raise ValueError(f"{name} is {value!r}; use a whole number")
         if rounds < 0:
             raise ValueError(f"rounds is {rounds}; use 0 (draft only) or more")
         if rows not in (1, 2):

@@ -55,6 +55,7 @@ class Backbone(nn.Module, ABC):
     hidden_size: int
     image_vocab_size: int
     name: str
+    revision: str | None = None
 
     # What an adapter writes ------------------------------------------------------------------------------------------
 
@@ -172,7 +173,7 @@ class Backbone(nn.Module, ABC):
         embeds = torch.zeros(len(rows), longest, self.hidden_size, dtype=self.dtype, device=self.device)
         for r, prompt in enumerate(ids):
             embeds[r, : lengths[r]] = self.embed_ids(prompt.to(self.device))
-        positions, _ = cache.aim([0] * len(rows), longest, self.device)
+        positions = cache.aim([0] * len(rows), longest, self.device)
         h = self.trunk(embeds, positions, cache.mask(positions, self.dtype), cache)
         last = torch.tensor(lengths, device=self.device) - 1
         h = h[torch.arange(len(rows), device=self.device), last]
@@ -197,7 +198,7 @@ class Backbone(nn.Module, ABC):
         embeds = self._fed_embeds(tokens, start, S, torch.tensor(first, device=self.device)[:, None])
         G = state.branches
         where = [p + begin[r % B] for r, p in enumerate(state.prompt_lengths)]
-        positions, _ = state.cache.aim(where, S, self.device)
+        positions = state.cache.aim(where, S, self.device)
         mask = state.cache.mask(positions, self.dtype)
         h = self.trunk(embeds.repeat(G, 1, 1), positions, mask, state.cache)
         state.slots = end

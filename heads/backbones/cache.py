@@ -57,8 +57,8 @@ class RaggedCache(Cache):
         self.seen = 0
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
 
-    def aim(self, first: list[int], length: int, device: torch.device) -> tuple[Tensor, slice | Tensor]:
-        """Rows write `length` slots from `first[r]` on. Returns position ids (R or 1, length) and the slots written."""
+    def aim(self, first: list[int], length: int, device: torch.device) -> Tensor:
+        """Rows write `length` slots from `first[r]` on. Returns position ids (R or 1, length)."""
         self.seen = max(first) + length
         if self.seen > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} slots, the window ends at {self.seen}")
@@ -68,7 +68,7 @@ class RaggedCache(Cache):
         else:
             positions = torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)
             self.write = positions
-        return positions, self.write
+        return positions
 
     def mask(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Additive (R or 1, 1, L, seen) mask: slot <= position. None where a single query sees every slot read."""

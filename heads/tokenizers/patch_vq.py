@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from einops import rearrange
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
 
@@ -46,7 +46,7 @@ class PatchVQ(ImageTokenizer):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with atomic(folder / "codebook.safetensors") as temporary:
-            save_file({"codebook": self._codebook.contiguous()}, temporary)
+            temporary.write_bytes(save({"codebook": self._codebook.contiguous()}))
         config = {"image_tokenizer": "patch_vq", "patch": self.patch, "image_size": self.image_size}
         write_json(folder / "tokenizer_config.json", config)
 
