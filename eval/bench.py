@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -92,11 +93,12 @@ def clock(call: Callable[[], Any], device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def step_cost(loaded: Loaded, batch: int = 1, repeats: int = 15) -> tuple[dict[int, float], float | None]:
-    """({L: median seconds of a forward over L image tokens, the cache half full}, seconds of drafting a row).
+def step_cost(loaded: Loaded, batch: int = 1, repeats: int = 15) -> tuple[dict[int, float], dict[str, float] | None]:
+    """{L: median seconds of a forward over L image tokens, the cache half full}, and what drafting a row takes.
 
     A drafted row is all a head costs in decoding: W cells through it, the final norm, LM head, the sampling pipeline
-    and the draw. None without heads.
+    and the draw; `seconds` repeated alone, as the forwards are, and `seconds_in_loop` right behind a forward, which has
+    emptied the caches. None without heads.
     """
     backbone, heads, sampling = loaded.backbone, loaded.heads, loaded.sampling
     grid, device = backbone.grid, backbone.device
@@ -109,25 +111,33 @@ def step_cost(loaded: Loaded, batch: int = 1, repeats: int = 15) -> tuple[dict[i
     tokens = torch.randint(backbone.image_vocab_size, (len(prompts), grid.positions), generator=generator).to(device)
     state, _ = backbone.start(prompts, sampling.guidance)
     first, source = [half] * len(prompts), SeededSource(0)
-    row = torch.arange(grid.width, device=device).expand(len(prompts), -1)
-    h = backbone.forward(state, tokens[:, : max(half, 1)], [0] * len(prompts))[:, :, : grid.width]
+    h = backbone.forward(state, tokens[:, :half], [0] * len(prompts))[:, :, : grid.width]
+    cells = h.shape[2]
     times: dict[int, list[float]] = {n: [] for n in lengths}
-    drafts: list[float] = []
+    alone: list[float] = []
+    in_loop: list[float] = []
 
     def draft_row() -> None:
         assert heads is not None
-        cells = h.shape[2]
         predicted = heads(h, backbone.embed(tokens[:, :cells]), heads.offsets[-1])
         q = sampling.probabilities(backbone.logits(predicted))
-        source.draw(q, Where(range(len(prompts)), row[:, :cells], 0))
+        source.draw(q, Where(range(len(prompts)), np.arange(cells), 0))
 
     for _ in range(repeats):
-        for n in lengths:
-            backbone.rollback(state, first)
-            times[n].append(clock(partial(backbone.forward, state, tokens[:, half : half + n], first), device))
-        if heads is not None:
-            drafts.append(clock(draft_row, device))
-    return {n: median(t) for n, t in times.items()}, median(drafts) if drafts else None
+        for n in lengths:  # a forward follows one of its own length, as in decoding
+            for _ in range(3):
+                backbone.rollback(state, first)
+                seconds = clock(partial(backbone.forward, state, tokens[:, half : half + n], first), device)
+            times[n].append(seconds)
+            if heads is not None and n == grid.width:
+                in_loop.append(clock(draft_row, device))
+                alone.append([clock(draft_row, device) for _ in range(3)][-1])
+    cost = {n: median(t) for n, t in times.items()}
+    if heads is None or not alone:
+        return cost, None
+    forward = interpolate(cost, grid.width)
+    draft = {"seconds": median(alone), "seconds_in_loop": median(in_loop)}
+    return cost, {**draft, "share_of_forward": draft["seconds"] / forward}
 
 
 def interpolate(cost: dict[int, float], length: float) -> float:
@@ -219,7 +229,7 @@ def bench(
         "batch_size": batch_size,
         "rows": [row(run, runs[0], loaded, cost) for run in runs],
         "step_cost": {str(n): t for n, t in cost.items()},
-        "draft_row": draft and {"seconds": draft, "share_of_forward": draft / interpolate(cost, grid.width)},
+        "draft_row": draft,
     }
     write_json(out / "bench.json", report)
     shown = [loaded.tokenizer.pil(run.tokens[:columns]) for run in runs]
@@ -256,8 +266,10 @@ def table(report: dict[str, Any]) -> str:
     cost = ", ".join(f"{n}: {1000 * t:.1f}" for n, t in report["step_cost"].items())
     lines.append(f"forward over L tokens, ms: {cost}")
     if draft := report["draft_row"]:
-        share = draft["share_of_forward"]
-        lines.append(f"drafting a row, ms: {1000 * draft['seconds']:.2f}, {share:.3f} of the forward over it")
+        lines.append(
+            f"drafting a row, ms: {1000 * draft['seconds']:.2f}, {draft['share_of_forward']:.3f} of the forward over it "
+            f"({1000 * draft['seconds_in_loop']:.2f} right behind a forward)"
+        )
     return "\n".join([*lines, f"machine: {report['machine']}"])
 
 

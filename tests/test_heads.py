@@ -116,8 +116,8 @@ def test_a_head_is_the_papers_formula() -> None:
     h, e = torch.randn(2, 32), torch.randn(2, 32)
     base = torch.cat([h, e], -1) @ head.project.weight.T
     normed = base / (base.square().mean(-1, keepdim=True) + 1e-6).sqrt() * head.norm.weight
-    gate = normed @ head.gate.weight.T
-    expected = base + (gate * torch.sigmoid(gate) * (normed @ head.up.weight.T)) @ head.down.weight.T
+    gate, up = normed @ head.gate_up.weight[:5].T, normed @ head.gate_up.weight[5:].T
+    expected = base + (gate * torch.sigmoid(gate) * up) @ head.down.weight.T
     torch.testing.assert_close(heads(h, e, (0, 1)), expected)
     D, w = 32, 5
     assert sum(p.numel() for p in heads.parameters()) == 2 * D * D + 3 * D * w + D
@@ -171,9 +171,9 @@ class TestExport:
     def test_one_renamed_key_fails_and_is_named(self, exported) -> None:
         _, _, folder = exported
         tensors = load_file(folder / "model.safetensors")
-        tensors["right2.typo.weight"] = tensors.pop("right2.gate.weight")
+        tensors["right2.typo.weight"] = tensors.pop("right2.gate_up.weight")
         save_file(tensors, folder / "model.safetensors")
-        with pytest.raises(ValueError, match=r"missing \['right2.gate.weight'\], unknown \['right2.typo.weight'\]"):
+        with pytest.raises(ValueError, match=r"missing \['right2.gate_up.weight'\], unknown \['right2.typo.weight'\]"):
             MTPHeads.from_pretrained(folder)
 
     def test_weights_cut_short_are_told(self, exported) -> None:
@@ -210,8 +210,8 @@ class TestExport:
 
     def test_an_empty_tensor_is_never_exported(self, tmp_path: Path) -> None:
         heads = new_heads(HeadsConfig(right=1, down=0), tiny_emu3())
-        heads.right1.gate.weight.data = torch.empty(0)
-        with pytest.raises(ValueError, match=r"right1\.gate\.weight.*empty"):
+        heads.right1.gate_up.weight.data = torch.empty(0)
+        with pytest.raises(ValueError, match=r"right1\.gate_up\.weight.*empty"):
             heads.save_pretrained(tmp_path / "heads")
         assert not list(tmp_path.iterdir())
 

@@ -11,6 +11,6 @@ class AR(Policy):
 
     def verify(self, canvas: Canvas, p: Tensor) -> None:
         n = canvas.committed[0]
-        canvas.tokens[:, n : n + 1] = canvas.source.draw(p, canvas.where(canvas.positions(n, n + 1)))
+        canvas.tokens[:, n : n + 1] = canvas.source.draw(p, canvas.where(n, n + 1))
         canvas.cached = [n] * len(canvas.committed)
         canvas.committed = [n + 1] * len(canvas.committed)

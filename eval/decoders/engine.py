@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,18 +107,15 @@ class Canvas:
     def done(self) -> bool:
         return min(self.committed) == self.backbone.grid.positions
 
-    def where(self, positions: Tensor) -> Where:
-        """Key of the numbers for `positions` (K,) or (B, K) at this step."""
-        if positions.ndim == 1:
-            positions = positions.expand(len(self.samples), -1)
-        return Where(self.samples, positions, self.step)
+    def where(self, start: int, end: int) -> Where:
+        """Key of the numbers for the positions start .. end - 1 of every sample at this step."""
+        return Where(self.samples, np.arange(start, end), self.step)
 
-    def positions(self, start: int, end: int) -> Tensor:
-        return torch.arange(start, end, device=self.tokens.device)
-
-    def predict(self, offset: Offset, source: Tensor) -> Tensor:
-        """States the heads predict at `offset` from the cells `source` (K,): (G, B, K, D)."""
+    def predict(self, offset: Offset, start: int, end: int) -> Tensor:
+        """States the heads predict for positions start .. end - 1 from the cells `offset` before them: (G, B, K, D)."""
         assert self.heads is not None and self.hidden is not None
+        back = offset[0] * self.backbone.grid.width + offset[1]
+        source = slice(start - back, end - back)
         return self.heads(self.hidden[:, :, source], self.backbone.embed(self.tokens[:, source]), offset)
 
     def count_drafts(self, kept: Tensor, offsets: Sequence[tuple[Offset, int, int]], start: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +25,8 @@ class Where:
 
     sample: Sequence[int]
     """(B,) number of each sample in the whole job, not in the batch."""
-    position: Tensor
-    """(B, K) image positions."""
+    position: np.ndarray
+    """(K,) or (B, K) image positions."""
     visit: int
     """The step, prefill = 0."""
     purpose: str = "birth"
@@ -45,53 +46,47 @@ class RandomSource(Protocol):
 
 
 class SeededSource:
-    """Uniform numbers from a 64-bit mix (splitmix64's finalizer) of the key, on whatever device the key lives."""
+    """Uniform numbers from a 64-bit mix (splitmix64's finalizer) of the key.
+
+    Keys are known on the host, so the numbers are made there, a few microseconds a window, and copied to the device;
+    nothing is read back.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def uniform(self, where: Where) -> Tensor:
-        """(B, K) in [0, 1), fp64, multiples of 2^-53."""
+    def uniform(self, where: Where) -> np.ndarray:
+        """(B, K) in [0, 1), multiples of 2^-40."""
         turn = where.visit * 8 + PURPOSES[where.purpose]
         keys = [_mix_int(_mix_int(_mix_int(self.seed) ^ s * GOLDEN) ^ turn * GOLDEN) for s in where.sample]
-        key = torch.tensor([_signed(k) for k in keys], device=where.position.device)
-        mixed = _mix(key[:, None] ^ where.position * _signed(GOLDEN))
-        return _shift(mixed, 11).double() * 2.0**-53
+        position = np.asarray(where.position, np.int64).view(np.uint64) * np.uint64(GOLDEN)
+        mixed = _mix(np.array(keys, np.uint64)[:, None] ^ position)
+        return (mixed >> np.uint64(24)) * 2.0**-40
 
     def accept(self, probability: Tensor, where: Where) -> Tensor:
-        return self.uniform(where) < probability
+        return torch.from_numpy(self.uniform(where)).to(probability.device) < probability
 
     def draw(self, weights: Tensor, where: Where, needed: Tensor | None = None) -> Tensor:
-        """Inverse of the cumulative sum: the first index whose cumulative weight exceeds u times the total."""
+        """Inverse of the cumulative sum: the first index whose cumulative weight exceeds u times the total.
+
+        In fp64, where a u of 40 bits times the total stays below the total: the index always has weight.
+        """
         cumulative = weights.cumsum(-1, dtype=torch.float64)
-        total = cumulative[..., -1:]
-        u = self.uniform(where)[..., None] * total
-        index = torch.searchsorted(cumulative, u, right=True)
-        # u may round up to the total: the last index with weight is where the total is first reached.
-        last = torch.searchsorted(cumulative, total.contiguous())
-        return torch.minimum(index, last).squeeze(-1).clamp(max=weights.shape[-1] - 1)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same bits."""
-    return value - (1 << 64) if value >= 1 << 63 else value
+        u = torch.from_numpy(self.uniform(where)).to(weights.device)[..., None]
+        index = torch.searchsorted(cumulative, u * cumulative[..., -1:], right=True)
+        return index.squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 
 
 def _mix_int(x: int) -> int:
-    """splitmix64's finalizer on the 64 low bits of a Python integer."""
+    """splitmix64's finalizer on the low 64 bits of a Python integer: a sample's key is one number."""
     x &= MASK
     x = (x ^ x >> 30) * MIX[0] & MASK
     x = (x ^ x >> 27) * MIX[1] & MASK
     return x ^ x >> 31
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The same on a tensor of int64, whose products wrap."""
-    x = (x ^ _shift(x, 30)) * _signed(MIX[0])
-    x = (x ^ _shift(x, 27)) * _signed(MIX[1])
-    return x ^ _shift(x, 31)
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The same on an array of uint64, whose products wrap: a window's positions are many."""
+    x = (x ^ x >> np.uint64(30)) * np.uint64(MIX[0])
+    x = (x ^ x >> np.uint64(27)) * np.uint64(MIX[1])
+    return x ^ x >> np.uint64(31)

@@ -69,13 +69,10 @@ class SSD(Policy):
         self.runs = self._plan(canvas)
         if not self.runs:
             return
-        W = canvas.backbone.grid.width
         start, end = self.runs[0][1], self.runs[-1][2]
-        predicted = [
-            canvas.predict((dy, dx), canvas.positions(a - dy * W - dx, b - dy * W - dx)) for (dy, dx), a, b in self.runs
-        ]
+        predicted = [canvas.predict(offset, low, high) for offset, low, high in self.runs]
         self.q = canvas.sampling.probabilities(canvas.backbone.logits(cat(predicted, dim=2)))
-        canvas.tokens[:, start:end] = canvas.source.draw(self.q, canvas.where(canvas.positions(start, end)))
+        canvas.tokens[:, start:end] = canvas.source.draw(self.q, canvas.where(start, end))
         first_row = self.runs[0][2]
         staged = self.staged and first_row < end and self.runs[0][0][0] > 0
         self.stages = [(self.rounds, first_row), (self.staged, end)] if staged else [(self.rounds, end)]
@@ -85,11 +82,11 @@ class SSD(Policy):
     def verify(self, canvas: Canvas, p: Tensor) -> None:
         n, B = canvas.committed[0], len(canvas.committed)
         if not self.stages:  # the block before was read once more: its cache is final, its last state gives a token
-            canvas.tokens[:, n : n + 1] = canvas.source.draw(p[:, -1:], canvas.where(canvas.positions(n, n + 1)))
+            canvas.tokens[:, n : n + 1] = canvas.source.draw(p[:, -1:], canvas.where(n, n + 1))
             canvas.cached, canvas.committed, canvas.ahead = [n] * B, [n + 1] * B, [0] * B
             self.open = True
             return
-        y, where = canvas.tokens[:, n : self.end], canvas.where(canvas.positions(n, self.end))
+        y, where = canvas.tokens[:, n : self.end], canvas.where(n, self.end)
         y, kept = transport(y, self.q, p, canvas.source, where)
         canvas.tokens[:, n : self.end] = y
         self.q = p
