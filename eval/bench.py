@@ -267,7 +267,7 @@ def table(report: dict[str, Any]) -> str:
     lines.append(f"forward over L tokens, ms: {cost}")
     if draft := report["draft_row"]:
         lines.append(
-            f"drafting a row, ms: {1000 * draft['seconds']:.2f}, {draft['share_of_forward']:.3f} of the forward over it "
+            f"drafting a row, ms: {1000 * draft['seconds']:.2f}, {draft['share_of_forward']:.3f} of its forward "
             f"({1000 * draft['seconds_in_loop']:.2f} right behind a forward)"
         )
     return "\n".join([*lines, f"machine: {report['machine']}"])
