@@ -22,9 +22,9 @@ def contact_sheet(
     draw = ImageDraw.Draw(sheet)
     for x, title in enumerate(titles):
         text = title
-        while text and font.getlength(text) > cell:
-            text = text[:-2]
-        draw.text((margin + x * (cell + gap), 4), text if text == title else text + "…", fill="black", font=font)
+        while font.getlength(text) > cell:
+            text = text.removesuffix("…")[:-1] + "…"
+        draw.text((margin + x * (cell + gap), 4), text, fill="black", font=font)
     for y, row in enumerate(rows):
         top = head + gap + y * (cell + gap)
         if y < len(labels):

@@ -141,6 +141,7 @@ def sheet(heads: Path, config: TrainConfig, folder: RunFolder) -> None:
         tokenizer=config.backbone.tokenizer,
         prompts=s.prompts,
         images=s.images,
+        guidance=s.guidance,
         seed=config.seed,
     )
     decoders = f"ar,ssd:rounds={s.rounds}"

@@ -40,6 +40,7 @@ class SheetConfig:
     images: int = key(6, "held-out prompts drawn with AR and SSD at the end; 0 = none")
     prompts: str = key("emoji:test", "text file of prompts, or emoji:validation|test")
     rounds: int = key(2, "verification rounds of SSD")
+    guidance: float = key(1.0, "guidance scale; 1 = off")
 
 
 @dataclass
