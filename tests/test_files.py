@@ -146,6 +146,7 @@ def test_the_same_recipe_goes_on_and_a_finished_run_says_so(tmp_path: Path) -> N
 def test_a_run_of_another_recipe_is_refused_with_the_difference(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.claim(RECIPE, "auto", False)
+    folder.checkpoints.mkdir()
     with pytest.raises(
         ValueError, match=r"holds a run of another recipe \(- steps: 10, \+ steps: 20\).*overwrite=true"
     ):
@@ -156,8 +157,17 @@ def test_a_run_of_another_recipe_is_refused_with_the_difference(tmp_path: Path) 
 def test_resume_never_refuses_the_folder_of_any_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     assert folder.claim(RECIPE, "never", False) is False
+    folder.checkpoints.mkdir()
     with pytest.raises(ValueError, match="resume=never"):
         folder.claim(RECIPE, "never", False)
+
+
+def test_a_start_that_made_nothing_leaves_the_folder_to_the_next_recipe(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.claim("seed: 9\n", "auto", False)
+    folder.announce()
+    assert folder.claim(RECIPE, "never", False) is False
+    assert (tmp_path / "run" / "config.yaml").read_text() == RECIPE
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, "seed: 1\n"])
