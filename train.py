@@ -22,7 +22,11 @@ def run(config: TrainConfig) -> None:
     if claim(folder, config):
         print(f"finished before: {folder.path} (overwrite=true starts anew)")
         return
-    job = build(config, folder)
+    try:
+        job = build(config, folder)
+    except ValueError:
+        folder.release()
+        raise
     try:
         job.trainer.fit(job.module, job.data, ckpt_path=folder.last_checkpoint(), weights_only=True)
     except SystemExit:  # how Lightning ends a run at Ctrl-C

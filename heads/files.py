@@ -20,6 +20,10 @@ def atomic(path: str | Path) -> Iterator[Path]:
         yield temporary
         _flush(temporary)
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename is None:  # a failed write does not say where
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -54,6 +54,15 @@ class RunFolder:
         write_text(config, recipe)
         return False
 
+    def release(self) -> None:
+        """Undo the claim of a start that failed before it made anything."""
+        if any((self.path / name).exists() for name in MADE):
+            return
+        for name in ("config.yaml", CLAIMED):
+            (self.path / name).unlink(missing_ok=True)
+        if self.path.is_dir() and not any(self.path.iterdir()):
+            self.path.rmdir()
+
     def announce(self) -> None:
         """Rank 0: the folder is claimed. Names this launch, so that an older run's mark is not taken for it."""
         write_json(self.path / CLAIMED, [os.getpid(), os.getppid()])

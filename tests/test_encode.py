@@ -353,7 +353,8 @@ def test_the_command_on_a_full_disk_ends_in_one_line(
     with pytest.raises(SystemExit) as ended:
         main(encode_module.run, EncodeConfig, None, arguments=arguments)
     assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "error: output: No space left on device"
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: {tmp_path}") and last.endswith(": No space left on device")
     assert list((tmp_path / "out").iterdir()) == []
 
 

@@ -328,7 +328,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message) as error:
             fit(world.overrides(tmp_path / "run", **keys))
         assert "\n" not in str(error.value)
-        assert not (tmp_path / "run" / "heads").exists() and not (tmp_path / "run" / "checkpoints").exists()
+        assert not (tmp_path / "run").exists()
 
     def test_shards_of_another_tokenizer(self, world: World, tmp_path: Path) -> None:
         from heads.tokenizers import PatchVQ
