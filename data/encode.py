@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from data.shards import (
@@ -25,7 +24,7 @@ from data.shards import (
     shard_name,
     write_shard,
 )
-from data.sources import Item, Source, open_picture, open_source
+from data.sources import Item, Source, open_picture, open_source, pixels
 from heads.cli import key, main
 from heads.files import read_json, write_json
 from heads.tokenizers import ImageTokenizer, load_tokenizer
@@ -149,10 +148,10 @@ def _encode(
                 continue
             kept.append(item)
             sizes.append(picture.info["original_size"])
-            pictures.append(torch.from_numpy(np.array(picture)).permute(2, 0, 1))
+            pictures.append(picture)
         if not kept:
             continue
-        tokens = tokenizer.encode(torch.stack(pictures).float() / 255)
+        tokens = tokenizer.encode(pixels(pictures))
         for item, size, codes in zip(kept, sizes, tokens.cpu().numpy(), strict=True):
             yield Sample(item.key, codes, item.caption, {"source": source, "file": item.path.name, "size": size})
 

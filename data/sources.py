@@ -6,13 +6,15 @@ Every item has a key that never changes, so that an interrupted encode knows wha
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps
+from torch import Tensor
 
 from data import SPLITS
 from heads.files import read_json
@@ -60,6 +62,11 @@ def open_picture(item: Item, size: int) -> Image.Image:
         picture = canvas
     picture.info["original_size"] = original
     return picture
+
+
+def pixels(pictures: Sequence[Image.Image]) -> Tensor:
+    """RGB pictures of one size -> (B, 3, h, w) in [0, 1], what an image tokenizer reads."""
+    return torch.stack([torch.from_numpy(np.array(p)) for p in pictures]).permute(0, 3, 1, 2).float() / 255
 
 
 def _rgba(picture: Image.Image) -> Image.Image:

@@ -4,7 +4,7 @@ python -m eval.bench heads=runs/emoji_ssd/heads images=16 out=runs/bench
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from heads.cli import key, main
 from heads.files import atomic, write_json
 from heads.run_folder import machine
 from heads.sheet import contact_sheet
+from heads.timing import timed
 
 SUITE = "ar,ssd:rounds=0,ssd:rounds=1,ssd:rounds=2,ssd:rounds=3,ssd:rounds=2:rows=2,ssd:rounds=5:rows=2:staged=4"
 
@@ -81,17 +82,6 @@ def measure(
     return runs
 
 
-def clock(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call, the device's work included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begun = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begun
-
-
 @torch.inference_mode()
 def step_cost(loaded: Loaded, batch: int = 1, repeats: int = 15) -> tuple[dict[int, float], dict[str, float] | None]:
     """{L: median seconds of a forward over L image tokens, the cache half full}, and what drafting a row takes.
@@ -127,11 +117,11 @@ def step_cost(loaded: Loaded, batch: int = 1, repeats: int = 15) -> tuple[dict[i
         for n in lengths:  # a forward follows one of its own length, as in decoding
             for _ in range(3):
                 backbone.rollback(state, first)
-                seconds = clock(partial(backbone.forward, state, tokens[:, half : half + n], first), device)
+                seconds = timed(partial(backbone.forward, state, tokens[:, half : half + n], first), device)
             times[n].append(seconds)
             if heads is not None and n == grid.width:
-                in_loop.append(clock(draft_row, device))
-                alone.append([clock(draft_row, device) for _ in range(3)][-1])
+                in_loop.append(timed(draft_row, device))
+                alone.append([timed(draft_row, device) for _ in range(3)][-1])
     cost = {n: median(t) for n, t in times.items()}
     if heads is None or not alone:
         return cost, None

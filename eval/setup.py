@@ -70,8 +70,7 @@ def load(config: EvalConfig, needs_heads: bool) -> Loaded:
     backbone = load_backbone(config.backbone, adapter=config.adapter or None, grid=grid, device=device)
     heads = MTPHeads.from_pretrained(config.heads, backbone) if needs_heads else None
     tokenizer = load_tokenizer(config.tokenizer or config.backbone)
-    if tokenizer.codebook_size != backbone.image_vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.codebook_size} codes, the backbone {backbone.image_vocab_size}")
+    backbone.check_codes(tokenizer.codebook_size)
     return Loaded(backbone, tokenizer, heads, prompts, sampling)
 
 

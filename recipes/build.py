@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from data.encode import encode
 from data.module import TokenDataModule
 from data.shards import MANIFEST
-from data.sources import open_source, read_prompts
+from data.sources import open_picture, open_source, pixels, read_prompts
 from heads.backbones import Backbone, load_backbone
 from heads.files import sha256
 from heads.module import BackboneModule, HeadsModule
@@ -94,14 +94,10 @@ def image_tokenizer(config: TrainConfig, folder: RunFolder) -> ImageTokenizer:
         return load_tokenizer(b.tokenizer or b.checkpoint)
     path = folder.path / "image_tokenizer"
     if rank_zero() and not (path / "tokenizer_config.json").is_file():
-        import numpy as np
-
-        from data.sources import open_picture
-
         items = open_source(config.data.source).items("train")
-        images = [torch.from_numpy(np.array(open_picture(i, 4 * b.grid[0]))) for i in items]
-        pixels = torch.stack(images).permute(0, 3, 1, 2).float() / 255
-        PatchVQ.fit(pixels, b.codes, patch=4, seed=config.seed).save_pretrained(path)
+        PatchVQ.fit(
+            pixels([open_picture(i, 4 * b.grid[0]) for i in items]), b.codes, patch=4, seed=config.seed
+        ).save_pretrained(path)
     wait_for(path / "tokenizer_config.json")
     return load_tokenizer(path)
 
@@ -136,8 +132,7 @@ def build(config: TrainConfig, folder: RunFolder) -> Job:
     make = build_heads if config.task == "heads" else build_backbone
     backbone = make_backbone(config, tokenizer)
     grid = (backbone.grid.height, backbone.grid.width)
-    if tokenizer.codebook_size != backbone.image_vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.codebook_size} codes, the backbone {backbone.image_vocab_size}")
+    backbone.check_codes(tokenizer.codebook_size)
     data = TokenDataModule(config.data, tokenizer.fingerprint, grid, config.seed)
     module, finish = make(config, folder, backbone, tokenizer, data)
     timer = StepTimer(begun)

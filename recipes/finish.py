@@ -1,7 +1,6 @@
 """What a heads run ends with: its figures, the exported folder, and pictures drawn with it."""
 
 import copy
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -13,6 +12,7 @@ from data.module import TokenDataModule
 from heads.grid import offset_name
 from heads.module import HeadsModule, adamw
 from heads.run_folder import RunFolder
+from heads.timing import timed
 from recipes.schema import TrainConfig
 
 
@@ -60,21 +60,12 @@ def step_parts(
         optimizer.step()
         optimizer.zero_grad()
 
-    return seconds(frozen, repeats), seconds(heads_step, repeats)
+    return seconds(frozen, repeats, device), seconds(heads_step, repeats, device)
 
 
-def seconds(call: Callable[[], Any], repeats: int) -> float:
+def seconds(call: Callable[[], Any], repeats: int, device: torch.device) -> float:
     """Median wall-clock of `repeats` calls after one that warms up."""
-    times = []
-    for _ in range(repeats + 1):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        begun = time.perf_counter()
-        call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
-    return median(times[1:])
+    return median([timed(call, device) for _ in range(repeats + 1)][1:])
 
 
 def export(

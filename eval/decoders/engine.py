@@ -19,6 +19,7 @@ from eval.decoders.randomness import RandomSource, SeededSource, Where
 from heads.backbones.base import Backbone
 from heads.grid import Offset, offset_name
 from heads.mtp import MTPHeads
+from heads.timing import settle
 
 RowCallback = Callable[[int, Tensor], None]
 """Called with (rows finished in every sample, tokens (B, H, W)); cells not yet drawn hold drafts or 0."""
@@ -58,12 +59,10 @@ class Stats:
 
     @contextmanager
     def clock(self, name: str, device: torch.device) -> Iterator[None]:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        settle(device)
         begun = time.perf_counter()
         yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        settle(device)
         setattr(self, name, getattr(self, name) + time.perf_counter() - begun)
 
 

@@ -146,6 +146,11 @@ class Backbone(nn.Module, ABC):
         h = out.gather(1, where[..., None].expand(-1, -1, out.shape[-1]))
         return h.view(B, H, W, -1), self.embed(tokens)
 
+    def check_codes(self, codes: int) -> None:
+        """Raises ValueError unless an image tokenizer of so many codes fits the image vocabulary."""
+        if codes != self.image_vocab_size:
+            raise ValueError(f"the tokenizer has {codes} codes, the backbone {self.image_vocab_size}")
+
     def check_tokens(self, tokens: Tensor) -> None:
         _, H, W = tokens.shape
         if (self.grid.height, self.grid.width) != (H, W):
@@ -229,7 +234,7 @@ class Backbone(nn.Module, ABC):
         if grid.row_end:
             table = self.embed_ids(torch.tensor(self.structure_ids(), device=tokens.device))
             row_end = table[(column - grid.width).clamp(min=0)]
-            embeds = torch.where((column >= grid.width)[..., None], row_end, embeds)
+            embeds = torch.where(grid.is_structure(slot)[..., None], row_end, embeds)
         return embeds
 
     @property
