@@ -109,7 +109,7 @@ def step_cost(loaded: Loaded, batch: int = 1, repeats: int = 15) -> tuple[dict[i
 
     def draft_row() -> None:
         assert heads is not None
-        predicted = heads(h, backbone.embed(tokens[:, :cells]), heads.offsets[-1])
+        predicted = heads(h, backbone.embed(tokens[:, :cells]), heads.offsets[-1])  # type: ignore[index]
         q = sampling.probabilities(backbone.logits(predicted))
         source.draw(q, Where(range(len(prompts)), np.arange(cells), 0))
 
@@ -267,7 +267,7 @@ def run(config: BenchConfig) -> None:
     chosen = policies(config.decoders)
     if config.repeats < 1 or config.columns < 1:
         raise ValueError(f"repeats is {config.repeats} and columns is {config.columns}; both need at least 1")
-    loaded = load(config, any(p.needs_heads for _, _, p in chosen))
+    loaded = load(config, any(p.drafts_with for _, _, p in chosen))
     report = bench(
         loaded,
         config.decoders,

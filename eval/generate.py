@@ -34,7 +34,7 @@ def run(config: GenerateConfig) -> None:
     if config.scale < 1:
         raise ValueError(f"scale is {config.scale}; it enlarges, so at least 1")
     config.images = config.images or (1 if config.prompt else 8)
-    loaded = load(config, policy.needs_heads)
+    loaded = load(config, bool(policy.drafts_with))
     prompts = [config.prompt] * config.images if config.prompt else loaded.prompts
     out = Path(config.out)
     records, pictures = [], []

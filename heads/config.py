@@ -6,17 +6,26 @@ from heads.cli import key
 from heads.grid import Offset
 
 INPUTS = ("h+e", "h", "e")
+KINDS = ("offsets", "chain")
 
 
 @dataclass
 class HeadsConfig:
-    right: int = key(5, "heads to the right: 1 .. right cells")
-    down: int = key(2, "heads below: 1 .. down rows")
+    kind: str = key(
+        "offsets", "offsets: one head per offset; chain: one head that reads the row above and the left token"
+    )
+    right: int = key(5, "kind=offsets: heads to the right, 1 .. right cells")
+    down: int = key(2, "kind=offsets: heads below, 1 .. down rows")
     width: int = key(0, "hidden width of each head's SwiGLU; 0 = the backbone's hidden size")
-    input: str = key("h+e", "what a head reads: h+e (state and token embedding), h, or e")
+    input: str = key("h+e", "kind=offsets: what a head reads, h+e (state and token embedding), h, or e")
+    rank: int = key(0, "kind=chain: units through which the left token enters; 0 = a quarter of the hidden size")
 
     def check(self) -> None:
         """Raises ValueError naming the field."""
+        if self.kind not in KINDS:
+            raise ValueError(f"heads.kind is {self.kind!r}; use one of {', '.join(KINDS)}")
+        if self.rank < 0:
+            raise ValueError(f"heads.rank is {self.rank}; use 0 for a quarter of the hidden size, or a positive rank")
         if self.right < 0 or self.down < 0 or self.right + self.down == 0:
             raise ValueError(f"heads.right is {self.right} and heads.down is {self.down}; at least one head is needed")
         if self.width < 0:
@@ -43,6 +52,18 @@ class OptimConfig:
             raise ValueError(f"optim.lr is {self.lr}; it must be positive")
         if self.warmup < 0:
             raise ValueError(f"optim.warmup is {self.warmup}; it counts steps, so 0 or more")
+
+
+@dataclass
+class LossConfig:
+    tv: float = key(
+        0.0, "weight of 1 - sum of min(p, q), the chance of a rejected draft, beside Smooth-L1 on the state"
+    )
+
+    def check(self) -> None:
+        """Raises ValueError naming the field."""
+        if self.tv < 0:
+            raise ValueError(f"loss.tv is {self.tv}; it is a weight, so 0 or more")
 
 
 @dataclass

@@ -4,6 +4,7 @@ Pure geometry, no model. Every index that training, drafting or decoding uses co
 between a token and the state that predicts it is decided in one place.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -72,6 +73,16 @@ class TokenGrid:
         inside = (y + dy < self.height) & (x + dx < self.width) & (x + dx >= 0)
         source = cells[inside]
         return source, source + dy * self.width + dx
+
+    def around(self, position: Tensor, cells: Sequence[Offset]) -> tuple[Tensor, Tensor]:
+        """Positions (...,) -> (index, inside), (..., N) each: the N cells (dy, dx) away, and which are in the picture.
+
+        A cell outside has index 0; what is read there has to be replaced by zeros.
+        """
+        dy, dx = torch.tensor(cells, device=position.device).unbind(-1)
+        y, x = position[..., None] // self.width + dy, position[..., None] % self.width + dx
+        inside = (y >= 0) & (y < self.height) & (x >= 0) & (x < self.width)
+        return torch.where(inside, y * self.width + x, 0), inside
 
 
 def offset_name(offset: Offset) -> str:

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from heads.backbones.base import Backbone
-from heads.config import OptimConfig
-from heads.grid import offset_name
+from heads.config import LossConfig, OptimConfig
 from heads.mtp import MTPHeads
-from heads.objective import acceptance, entropy, mix_guidance, smooth_l1
+from heads.objective import acceptance, at_least_fp32, entropy, mix_guidance, smooth_l1
 
 UNCERTAIN = 0.5
 """Nats: positions whose H(p) is at least this are reported apart; the rest is plain background any guess gets right."""
@@ -95,11 +94,12 @@ class HeadsModule(_Module):
         optim: OptimConfig,
         tables: Mapping[str, Tensor] | None = None,
         guidance: Sequence[float] = (1.0,),
+        loss: LossConfig | None = None,
     ) -> None:
-        """`tables` holds a (V, V) count table per offset name: the floor of its acceptance."""
+        """`tables` holds a (V, V) count table per head's name: the floor of its acceptance."""
         super().__init__()
         self.backbone = backbone.freeze()
-        self.heads, self.optim = heads, optim
+        self.heads, self.optim, self.terms = heads, optim, loss or LossConfig()
         self.tables = dict(tables or {})
         self.guidance = list(guidance)
         self.pairs = heads.train_pairs(backbone.grid)
@@ -121,15 +121,25 @@ class HeadsModule(_Module):
         return self.heads.load_state_dict(mine, strict=True, assign=assign)
 
     def predict(self, h: Tensor, e: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """States (B, T, D) of a picture -> (predicted, true) states (B, N, D) of one offset's targets."""
-        source, target = (index.to(h.device) for index in self.pairs[name])
-        offset = next(o for o in self.heads.offsets if offset_name(o) == name)
-        return self.heads(h[:, source], e[:, source], offset), h[:, target]
+        """States (B, T, D) of a picture -> (predicted, true) states (B, N, D) of one head's targets."""
+        target = self.pairs[name][1].to(h.device)
+        return self.heads.predict(h, e, name), h[:, target]
 
     def loss(self, h: Tensor, e: Tensor) -> Tensor:
-        """(B, H, W, D) states and embeddings -> mean over offsets of the mean Smooth-L1."""
+        """(B, H, W, D) states and embeddings -> mean over heads of Smooth-L1 + tv * (1 - sum of min(p, q))."""
         h, e = h.flatten(1, 2), e.flatten(1, 2)
-        return torch.stack([smooth_l1(*self.predict(h, e, name)) for name in self.pairs]).mean()
+        terms = []
+        if self.terms.tv:
+            with torch.no_grad():
+                p = at_least_fp32(self.backbone.logits(h)).softmax(-1)
+        for name in self.pairs:
+            predicted, true = self.predict(h, e, name)
+            terms.append(smooth_l1(predicted, true))
+            if self.terms.tv:
+                q = at_least_fp32(self.backbone.logits(predicted.to(h.dtype))).softmax(-1)
+                rejected = 1 - acceptance(p[:, self.pairs[name][1].to(h.device)], q)
+                terms[-1] = terms[-1] + self.terms.tv * rejected.mean()
+        return torch.stack(terms).mean()
 
     def training_step(self, batch: Any, _: int) -> Tensor:
         with torch.no_grad():

@@ -9,7 +9,6 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from heads.backbones.base import Backbone
-from heads.config import HeadsConfig
+from heads.config import KINDS, HeadsConfig
 from heads.files import atomic_folder, read_json, write_json, write_text
 from heads.grid import Offset, TokenGrid, offset_name
 
@@ -75,6 +74,8 @@ class MTPHeads(nn.Module, ABC):
     """What all drafting heads share: what they belong to, saving, loading and refusing a foreign backbone."""
 
     kind: str
+    fields: tuple[str, ...]
+    """The fields of the config that matter to this kind; the others are neither written nor read."""
     config: HeadsConfig
     trained_on: TrainedOn
     card: str = "# Draftgrid heads\n"
@@ -83,17 +84,17 @@ class MTPHeads(nn.Module, ABC):
     """The resolved recipe they were trained with, YAML."""
 
     @property
-    def offsets(self) -> list[Offset]:
-        return self.config.offsets
-
-    def train_pairs(self, grid: TokenGrid) -> dict[str, tuple[Tensor, Tensor]]:
-        """{offset name: (source, target) positions} of one picture; an offset too long for the grid is left out."""
-        pairs = {offset_name(o): grid.pairs(o) for o in self.offsets}
-        return {name: pair for name, pair in pairs.items() if len(pair[0])}
+    @abstractmethod
+    def names(self) -> list[str]:
+        """One name per head: 'right1', 'down2', 'chain'."""
 
     @abstractmethod
-    def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:
-        """States and embeddings (..., D) of source cells -> predicted states (..., D) of the cells at `offset`."""
+    def train_pairs(self, grid: TokenGrid) -> dict[str, tuple[Tensor, Tensor]]:
+        """{name: (source, target) positions}: what each head of one picture predicts, and the cell it starts from."""
+
+    @abstractmethod
+    def predict(self, h: Tensor, e: Tensor, name: str) -> Tensor:
+        """States and embeddings (B, T, D) of whole pictures -> predicted states (B, N, D) of the targets of `name`."""
 
     def check(self, backbone: Backbone) -> None:
         """Raises ValueError, with both fingerprints, unless these heads were trained on this backbone."""
@@ -118,9 +119,9 @@ class MTPHeads(nn.Module, ABC):
             config = {
                 "format": FORMAT,
                 "kind": self.kind,
-                "offsets": [offset_name(o) for o in self.offsets],
+                "offsets": self.names,
                 "target": TARGETS[0],
-                **asdict(self.config),
+                **{field: getattr(self.config, field) for field in self.fields},
                 "backbone": asdict(self.trained_on),
             }
             write_json(temporary / "config.json", config)
@@ -137,16 +138,17 @@ class MTPHeads(nn.Module, ABC):
         """
         folder = _download(folder_or_id)
         config = read_json(folder / "config.json")
-        for field, known in (("format", (FORMAT,)), ("kind", tuple(KINDS)), ("target", TARGETS)):
+        for field, known in (("format", (FORMAT,)), ("kind", KINDS), ("target", TARGETS)):
             if config.get(field) not in known:
                 raise ValueError(f"{folder}/config.json: {field} is {config.get(field)!r}; this version reads {known}")
+        kind = kind_of(config["kind"])
         try:
-            fields = {k: config[k] for k in HeadsConfig.__dataclass_fields__}
+            fields = {k: config[k] for k in kind.fields}
             owner = TrainedOn(**{**config["backbone"], "grid": tuple(config["backbone"]["grid"])})
         except (KeyError, TypeError) as error:
             raise ValueError(f"{folder}/config.json lacks or misnames a field: {error}") from None
-        heads = KINDS[config["kind"]](HeadsConfig(**fields), owner)
-        if config.get("offsets") != [offset_name(o) for o in heads.offsets]:
+        heads = kind(HeadsConfig(kind=config["kind"], **fields), owner)
+        if config.get("offsets") != heads.names:
             raise ValueError(f"{folder}/config.json: offsets {config.get('offsets')} do not agree with {fields}")
         if backbone is not None:
             heads.check(backbone)
@@ -185,6 +187,7 @@ class OffsetHeads(MTPHeads):
     """One independent head per offset (the paper's form)."""
 
     kind = "offsets"
+    fields = ("right", "down", "width", "input")
 
     def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
         super().__init__()
@@ -195,13 +198,38 @@ class OffsetHeads(MTPHeads):
         for offset in config.offsets:
             self.add_module(offset_name(offset), OffsetHead(inputs, D, config.width or D))
 
+    @property
+    def offsets(self) -> list[Offset]:
+        return self.config.offsets
+
+    @property
+    def names(self) -> list[str]:
+        return [offset_name(o) for o in self.offsets]
+
+    def train_pairs(self, grid: TokenGrid) -> dict[str, tuple[Tensor, Tensor]]:
+        """{offset name: (source, target) positions} of one picture; an offset too long for the grid is left out."""
+        pairs = {offset_name(o): grid.pairs(o) for o in self.offsets}
+        return {name: pair for name, pair in pairs.items() if len(pair[0])}
+
+    def predict(self, h: Tensor, e: Tensor, name: str) -> Tensor:
+        offset = self.offsets[self.names.index(name)]
+        source, _ = TokenGrid(*self.trained_on.grid).pairs(offset)
+        return self(h[:, source], e[:, source], offset)
+
     def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:
+        """States and embeddings (..., D) of source cells -> predicted states (..., D) of the cells at `offset`."""
         reads = {"h": h, "e": e.expand_as(h)}
         z = torch.cat([reads[name] for name in self.config.input.split("+")], dim=-1)
         return getattr(self, offset_name(offset))(z)
 
 
-KINDS: dict[str, Any] = {"offsets": OffsetHeads}
+def kind_of(name: str) -> type[MTPHeads]:
+    """The class of a kind: chain heads are built from this file's parts, so they are imported when asked for."""
+    if name == "offsets":
+        return OffsetHeads
+    from heads.chain import ChainHeads
+
+    return ChainHeads
 
 
 def new_heads(config: HeadsConfig, backbone: Backbone, seed: int = 0) -> MTPHeads:
@@ -211,12 +239,13 @@ def new_heads(config: HeadsConfig, backbone: Backbone, seed: int = 0) -> MTPHead
     """
     config.check()
     grid = backbone.grid
-    for name, reach, cells in (("right", config.right, grid.width), ("down", config.down, grid.height)):
+    reaches = (("right", config.right, grid.width), ("down", config.down, grid.height))
+    for name, reach, cells in reaches if config.kind == "offsets" else ():
         if reach >= cells:
             raise ValueError(f"heads.{name} is {reach}, but the grid has {cells} that way; use at most {cells - 1}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return OffsetHeads(config, TrainedOn.of(backbone))
+        return kind_of(config.kind)(config, TrainedOn.of(backbone))  # type: ignore[call-arg]
 
 
 def _download(folder_or_id: str | Path) -> Path:

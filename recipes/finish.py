@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from data.module import TokenDataModule
-from heads.grid import offset_name
 from heads.module import HeadsModule, adamw
 from heads.run_folder import RunFolder
 from heads.timing import timed
@@ -42,7 +41,7 @@ def step_parts(
     module.to(device)
     batch = next(iter(data.train_dataloader())).to(device)
     heads = copy.deepcopy(module.heads).train()
-    twin = HeadsModule(module.backbone, heads, module.optim)
+    twin = HeadsModule(module.backbone, heads, module.optim, loss=module.terms)
     optimizer = adamw([p for p in heads.parameters() if p.requires_grad], module.optim, 100)["optimizer"]
     context: Callable[[], Any] = module.trainer.precision_plugin.forward_context
 
@@ -84,7 +83,7 @@ def model_card(module: HeadsModule, config: TrainConfig, metrics: dict[str, Any]
     rows = [
         f"| {name} | {metrics['acceptance'][name]:.3f} | {uncertain.get(name, float('nan')):.3f} "
         f"| {metrics['smooth_l1'][name]:.4f} | {metrics['cosine'][name]:.3f} |"
-        for name in (offset_name(o) for o in module.heads.offsets)
+        for name in module.heads.names
         if name in metrics.get("acceptance", {})
     ]
     parameters = sum(p.numel() for p in module.heads.parameters())

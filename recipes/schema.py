@@ -5,7 +5,7 @@ from pathlib import Path
 
 from data.config import StreamConfig
 from heads.cli import key
-from heads.config import Emu3Size, HeadsConfig, OptimConfig
+from heads.config import Emu3Size, HeadsConfig, LossConfig, OptimConfig
 
 RECIPES = Path(__file__).parent
 DEFAULT = "emoji_ssd"
@@ -55,6 +55,7 @@ class TrainConfig:
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     data: StreamConfig = field(default_factory=StreamConfig)
     heads: HeadsConfig = field(default_factory=HeadsConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     guidance: list[float] = key([1.0, 3.0], "guidance scales at which validation measures acceptance")
@@ -87,5 +88,5 @@ class TrainConfig:
             raise ValueError(f"sheet.rounds is {self.sheet.rounds}; use 0 (draft only) or more")
         if self.backbone.grid and (len(self.backbone.grid) != 2 or min(self.backbone.grid) < 1):
             raise ValueError(f"backbone.grid is {self.backbone.grid}; use [rows, columns]")
-        for part in (self.data, self.heads, self.optim):
+        for part in (self.data, self.heads, self.loss, self.optim):
             part.check()

@@ -49,10 +49,9 @@ def test_keeping_the_heads_record_in_later_rounds_would_not_converge() -> None:
 
     class Stale(SSD):
         def verify(self, canvas, p) -> None:
-            q = getattr(self, "q", None)
+            q = self.q
             super().verify(canvas, p)
-            if q is not None and self.stages:
-                self.q = q
+            self.q = q
 
     backbone = TableBackbone((1, 4), 2)
     heads = ArbitraryHeads(backbone, HeadsConfig(right=3, down=0))
@@ -165,11 +164,12 @@ class TestKernels:
             for y in q.nonzero().flatten().tolist():
                 pending: list[list[int]] = [[]]
                 while pending:
-                    source = Replay(pending.pop())
+                    source = Replay([pending.pop()])
                     token, kept = transport(torch.tensor([[y]]), q[None, None], p[None, None], source, _where())
-                    pending += source.open
-                    moved[token.item()] += q[y] * source.weight
-                    kept_mass += float(q[y]) * source.weight * bool(kept)
+                    (path,) = source.paths
+                    pending += path.open
+                    moved[token.item()] += q[y] * path.weight
+                    kept_mass += float(q[y]) * path.weight * bool(kept)
                     assert bool(kept) == (token.item() == y), "a rejected token always changes"
             torch.testing.assert_close(moved, p, rtol=0, atol=1e-12)
             assert abs(kept_mass - float(torch.minimum(p, q).sum())) < 1e-12
@@ -344,8 +344,8 @@ def test_a_random_number_is_never_used_twice() -> None:
 
     class Watched(SeededSource):
         def uniform(self, where: Where):
-            for sample in where.sample:
-                for position in where.position.tolist():
+            for sample, positions in zip(where.sample, where.position.tolist(), strict=True):
+                for position in positions:
                     key = (sample, position, where.purpose, where.visit)
                     assert key not in seen, key
                     seen.add(key)

@@ -13,7 +13,7 @@ from torch import Tensor
 from eval.decoders import decode
 from heads.grid import Offset, offset_name
 from heads.module import HeadsModule, OptimConfig
-from heads.mtp import HeadsConfig, MTPHeads, TrainedOn, new_heads
+from heads.mtp import HeadsConfig, MTPHeads, OffsetHeads, TrainedOn, new_heads
 from tests.tiny import CAPTIONS, tiny_emu3
 
 
@@ -21,13 +21,11 @@ def module_of(backbone, heads: MTPHeads) -> HeadsModule:
     return HeadsModule(backbone, heads, OptimConfig())
 
 
-class Echo(MTPHeads):
+class Echo(OffsetHeads):
     """Returns what it reads: shows which source cell stands beside which target."""
 
-    kind = "offsets"
-
     def __init__(self, backbone, config: HeadsConfig) -> None:
-        super().__init__()
+        MTPHeads.__init__(self)
         self.config, self.trained_on = config, TrainedOn.of(backbone)
 
     def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:
@@ -52,13 +50,11 @@ def test_source_state_embedding_and_target_belong_together_at_every_row_end(grid
         assert true[0, :, 0].tolist() == [t for _, t in wanted]
 
 
-class Oracle(MTPHeads):
+class Oracle(OffsetHeads):
     """Finds the source cell by its state in the true picture and returns the true state at the offset."""
 
-    kind = "offsets"
-
     def __init__(self, backbone, config: HeadsConfig, truth: Tensor) -> None:
-        super().__init__()
+        MTPHeads.__init__(self)
         self.config, self.trained_on, self.truth, self.grid = config, TrainedOn.of(backbone), truth, backbone.grid
 
     def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:

@@ -1,8 +1,7 @@
 """Small worlds whose answers are known: a tiny Emu3, a table backbone whose law can be enumerated, an oracle head."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from heads.backbones.base import Backbone
 from heads.backbones.emu3 import Emu3Backbone
 from heads.backbones.emu3_new import Emu3Size, new_emu3
 from heads.grid import Offset, TokenGrid
-from heads.mtp import HeadsConfig, MTPHeads, TrainedOn
+from heads.mtp import HeadsConfig, MTPHeads, OffsetHeads, TrainedOn
 
 CAPTIONS = ["a red apple", "big dog, looking left", "blue"]
 
@@ -43,7 +42,8 @@ class TableState:
 class TableBackbone(Backbone):
     """p(x_i | x_<i) from a table of random logits, one row per prefix; a state is its own logits.
 
-    Fulfils the engine's side of the contract without a network, so that every path of a decoder can be enumerated.
+    Fulfils the engine's side of the contract without a network, so that every path of a decoder can be enumerated, many
+    paths at once, each a sample of the batch.
     """
 
     adapter = "table"
@@ -52,11 +52,11 @@ class TableBackbone(Backbone):
         super().__init__()
         self.grid, self.image_vocab_size, self.hidden_size, self.name = TokenGrid(*grid), codes, codes, "table"
         generator = torch.Generator().manual_seed(seed)
-        self.table = {
-            prefix: spread * torch.randn(codes, generator=generator, dtype=torch.float64)
-            for n in range(self.grid.positions)
-            for prefix in product(range(codes), repeat=n)
-        }
+        T = self.grid.positions
+        # Row of a prefix: prefixes of length n start at first[n], in base `codes`.
+        self.first = [sum(codes**m for m in range(n)) for n in range(T + 1)]
+        self.table = spread * torch.randn(self.first[T], codes, generator=generator, dtype=torch.float64)
+        self.table = torch.cat([self.table, torch.zeros(1, codes, dtype=torch.float64)])  # behind the picture's end
         self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64), requires_grad=False)
         self._fingerprint = f"table-{grid}-{codes}-{seed}"
 
@@ -87,22 +87,30 @@ class TableBackbone(Backbone):
     def logits(self, h: Tensor) -> Tensor:
         return h
 
+    def row(self, prefix: Sequence[int]) -> int:
+        """Place in the table; behind the picture's end the last row."""
+        if len(prefix) >= self.grid.positions:
+            return len(self.table) - 1
+        code = 0
+        for token in prefix:
+            code = code * self.image_vocab_size + token
+        return self.first[len(prefix)] + code
+
     def state_of(self, prefix: Sequence[int]) -> Tensor:
-        return self.table[tuple(prefix)]
+        return self.table[self.row(prefix)]
 
     def start(self, prompts: Sequence[str], guidance: float = 1.0) -> tuple[TableState, Tensor]:  # type: ignore[override]
-        h = self.state_of(()).expand(1, len(prompts), 1, -1)
-        return TableState([[] for _ in prompts]), h
+        return TableState([[] for _ in prompts]), self.table[:1].expand(1, len(prompts), 1, -1)
 
     def forward(self, state: TableState, tokens: Tensor, first: list[int]) -> Tensor:  # type: ignore[override]
         rows = []
         for b, row in enumerate(tokens.tolist()):
-            assert len(state.fed[b]) == first[b]
+            fed = state.fed[b]
+            assert len(fed) == first[b], "the cache must hold exactly what comes before the window"
             for token in row:
-                state.fed[b].append(token)
-                inside = len(state.fed[b]) < self.grid.positions
-                rows.append(self.state_of(state.fed[b]) if inside else torch.zeros(self.image_vocab_size).double())
-        return torch.stack(rows).view(1, *tokens.shape, -1)
+                fed.append(token)
+                rows.append(self.row(fed))
+        return self.table[rows].view(1, *tokens.shape, -1)
 
     def rollback(self, state: TableState, keep: list[int]) -> None:  # type: ignore[override]
         for b, k in enumerate(keep):
@@ -121,13 +129,11 @@ class TableBackbone(Backbone):
         return law
 
 
-class ArbitraryHeads(MTPHeads):
+class ArbitraryHeads(OffsetHeads):
     """Heads that predict what they like: a fixed random function of offset and source token."""
 
-    kind = "offsets"
-
     def __init__(self, backbone: Backbone, config: HeadsConfig, seed: int = 0) -> None:
-        super().__init__()
+        MTPHeads.__init__(self)
         self.config, self.trained_on = config, TrainedOn.of(backbone)
         generator = torch.Generator().manual_seed(seed)
         V = backbone.image_vocab_size
@@ -137,17 +143,18 @@ class ArbitraryHeads(MTPHeads):
         return (e.double() @ self.rows[offset]).expand_as(h)
 
 
-@dataclass
-class Replay:
-    """Follows a list of choices, then takes the first branch and notes the others; weight = chance of the path."""
+class Path:
+    """One sample's choices: a list to follow, then the first branch each time, noting the others."""
 
-    choices: list[int]
-    weight: float = 1.0
-    taken: list[int] = field(default_factory=list)
-    open: list[list[int]] = field(default_factory=list)
+    def __init__(self, choices: list[int]) -> None:
+        self.choices, self.weight = choices, 1.0
+        self.taken: list[int] = []
+        self.open: list[list[int]] = []
 
-    def _choose(self, options: list[tuple[int, float]]) -> int:
+    def choose(self, options: list[tuple[int, float]]) -> int:
         options = [(v, w) for v, w in options if w > 0]
+        if len(options) == 1:
+            return options[0][0]
         at = len(self.taken)
         if at < len(self.choices):
             value = self.choices[at]
@@ -158,34 +165,58 @@ class Replay:
         self.weight *= dict(options)[value]
         return value
 
+
+class Replay:
+    """A random source that follows one path per sample through the door of the production decoders."""
+
+    def __init__(self, paths: Sequence[list[int]]) -> None:
+        self.paths = [Path(list(choices)) for choices in paths]
+
+    def _rows(self, where: Where) -> list[Path]:
+        return [self.paths[s] for s in where.sample]
+
     def accept(self, probability: Tensor, where: Where) -> Tensor:
-        flat = [min(1.0, float(a)) for a in probability.flatten()]
-        return torch.tensor([self._choose([(1, a), (0, 1 - a)]) == 1 for a in flat]).view(probability.shape)
+        rows = [[min(1.0, a) if a == a else 0.0 for a in row] for row in probability.tolist()]
+        chosen = [
+            [path.choose([(1, a), (0, 1 - a)]) == 1 for a in row]
+            for path, row in zip(self._rows(where), rows, strict=True)
+        ]
+        return torch.tensor(chosen).view(probability.shape)
 
     def draw(self, weights: Tensor, where: Where, needed: Tensor | None = None) -> Tensor:
-        rows = weights.reshape(-1, weights.shape[-1])
-        asked = [True] * len(rows) if needed is None else needed.flatten().tolist()
+        asked = torch.ones(weights.shape[:2], dtype=torch.bool) if needed is None else needed
         drawn = []
-        for row, wanted in zip(rows, asked, strict=True):
-            total = float(row.sum())
-            drawn.append(self._choose([(v, float(w) / total) for v, w in enumerate(row)]) if wanted else 0)
+        for path, rows, row_asked in zip(self._rows(where), weights.tolist(), asked.tolist(), strict=True):
+            for row, wanted in zip(rows, row_asked, strict=True):
+                total = sum(row)
+                wanted = wanted and total > 0
+                drawn.append(path.choose([(v, w / total) for v, w in enumerate(row)]) if wanted else 0)
         return torch.tensor(drawn).view(weights.shape[:-1])
+
+    def gumbel(self, like: Tensor, where: Where) -> Tensor:
+        raise AssertionError("continuous noise cannot be enumerated")
 
 
 def enumerate_law(
-    backbone: TableBackbone, make: type[Policy] | object, sampling: Sampling, heads: MTPHeads | None = None
+    backbone: TableBackbone,
+    make: Callable[[], Policy],
+    sampling: Sampling,
+    heads: MTPHeads | None = None,
+    tokenizer: object = None,
+    batch: int = 400,
 ) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Every path of the production decoder, as (picture, chance)."""
+    """Every path of the production decoder, as (picture, chance); many at once, each a sample of one batch."""
     pending: list[list[int]] = [[]]
     while pending:
-        source = Replay(pending.pop())
-        policy = make()  # type: ignore[operator]
-        result = run(backbone, ["x"], policy, sampling, heads, source=source)
-        pending += source.open
-        yield tuple(result.tokens.flatten().tolist()), source.weight
+        source = Replay([pending.pop() for _ in range(min(batch, len(pending)))])
+        prompts = ["x"] * len(source.paths)
+        result = run(backbone, prompts, make(), sampling, heads, source=source, tokenizer=tokenizer)  # type: ignore[arg-type]
+        for path, picture in zip(source.paths, result.tokens.flatten(1).tolist(), strict=True):
+            pending += path.open
+            yield tuple(picture), path.weight
 
 
-def total_variation(paths: Iterator[tuple[tuple[int, ...], float]], law: dict[tuple[int, ...], float]) -> float:
+def total_variation(paths: Iterable[tuple[tuple[int, ...], float]], law: Mapping[tuple[int, ...], float]) -> float:
     found: dict[tuple[int, ...], float] = {}
     for picture, weight in paths:
         found[picture] = found.get(picture, 0.0) + weight

@@ -5,13 +5,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.decoders.ar import AR
+from eval.decoders.chain import Chain
+from eval.decoders.coupled import CoupledSSD
 from eval.decoders.engine import DecodeResult, Policy, RowCallback, Stats, run
+from eval.decoders.jacobi import SCD, SJD, GumbelFixedPoint
 from eval.decoders.kernels import Sampling
 from eval.decoders.randomness import RandomSource, SeededSource
+from eval.decoders.relaxed import GSD, Lantern
 from eval.decoders.ssd import SSD
 from heads.backbones.base import Backbone
 from heads.cli import nearest
 from heads.mtp import MTPHeads
+from heads.tokenizers import ImageTokenizer
 
 __all__ = [
     "DECODERS",
@@ -25,7 +30,9 @@ __all__ = [
     "make_policy",
 ]
 
-DECODERS: dict[str, type[Policy]] = {"ar": AR, "ssd": SSD}
+DECODERS: dict[str, type[Policy]] = {
+    kind.name: kind for kind in (AR, SJD, SCD, GumbelFixedPoint, Chain, CoupledSSD, SSD, GSD, Lantern)
+}
 
 
 def make_policy(decoder: str, **settings: Any) -> Policy:
@@ -53,6 +60,7 @@ def decode(
     top_p: float = 1.0,
     seed: int = 0,
     samples: Sequence[int] | None = None,
+    tokenizer: ImageTokenizer | None = None,
     callback: RowCallback | None = None,
     **settings: Any,
 ) -> DecodeResult:
@@ -64,4 +72,4 @@ def decode(
     """
     sampling = Sampling(guidance, temperature, top_k, top_p)
     policy = make_policy(decoder, **settings)
-    return run(backbone, prompts, policy, sampling, heads, seed, samples, callback=callback)
+    return run(backbone, prompts, policy, sampling, heads, seed, samples, None, tokenizer, callback)

@@ -10,7 +10,6 @@ class AR(Policy):
     exact = True
 
     def verify(self, canvas: Canvas, p: Tensor) -> None:
-        n = canvas.committed[0]
-        canvas.tokens[:, n : n + 1] = canvas.source.draw(p, canvas.where(n, n + 1))
-        canvas.cached = [n] * len(canvas.committed)
-        canvas.committed = [n + 1] * len(canvas.committed)
+        n = canvas.committed
+        canvas.tokens[:, n[0] : n[0] + 1] = canvas.source.draw(p, canvas.where(n, 1))
+        canvas.commit([1] * len(n))

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor
 from eval.decoders.kernels import Sampling
 from eval.decoders.randomness import RandomSource, SeededSource, Where
 from heads.backbones.base import Backbone
-from heads.grid import Offset, offset_name
+from heads.grid import Offset, TokenGrid
 from heads.mtp import MTPHeads
 from heads.timing import settle
+from heads.tokenizers import ImageTokenizer
 
 RowCallback = Callable[[int, Tensor], None]
 """Called with (rows finished in every sample, tokens (B, H, W)); cells not yet drawn hold drafts or 0."""
@@ -31,13 +33,15 @@ class Stats:
 
     nfe: int = 0
     """Forwards of the backbone, the prefill included (AR: H * W)."""
+    steps: list[int] = field(default_factory=list)
+    """(B,) forwards until each sample was finished; the slowest one's is `nfe`."""
     tokens_forwarded: int = 0
     """Image tokens fed, summed over forwards, per sample."""
     seconds_forward: float = 0.0
     seconds_verify: float = 0.0
     seconds_draft: float = 0.0
     drafted: dict[str, list[int]] = field(default_factory=dict)
-    """Per offset: [drafts accepted at their first test, drafts tested]."""
+    """Per kind of draft (an offset's name, a birth's): [drafts accepted at their first test, drafts tested]."""
     cells: Tensor = field(default_factory=lambda: torch.zeros(0))
     """(2, H, W): accepted and tested drafts per grid cell."""
     changed: list[int] = field(default_factory=lambda: [0, 0])
@@ -66,6 +70,36 @@ class Stats:
         setattr(self, name, getattr(self, name) + time.perf_counter() - begun)
 
 
+class Tally:
+    """Counts of tests. Hits stay on the device until decoding is over: reading one would make the host wait."""
+
+    def __init__(self, grid: TokenGrid, device: torch.device) -> None:
+        self.grid = grid
+        self.hits = torch.zeros(grid.positions, device=device)
+        self.tests = torch.zeros(grid.positions)
+        self.by_name: dict[str, list[Any]] = {}
+        self.changed: list[Any] = [0, 0]
+
+    def drafts(self, name: str, kept: Tensor, start: int) -> None:
+        """kept (B, K) bool: which drafts at the positions from `start` on passed their first test."""
+        B, K = kept.shape
+        good = kept.sum(0)
+        self.hits[start : start + K] += good
+        self.tests[start : start + K] += B
+        entry = self.by_name.setdefault(name, [0, 0])
+        entry[0], entry[1] = entry[0] + good.sum(), entry[1] + B * K
+
+    def last_round(self, kept: Tensor) -> None:
+        """kept (B, K) bool, of tokens that are committed after this round."""
+        self.changed[0] = self.changed[0] + (~kept).sum()
+        self.changed[1] += kept.numel()
+
+    def write(self, stats: Stats) -> None:
+        stats.cells = torch.stack([self.hits.cpu(), self.tests]).view(2, self.grid.height, self.grid.width)
+        stats.drafted = {name: [int(hits), tests] for name, (hits, tests) in self.by_name.items()}
+        stats.changed = [int(n) for n in self.changed]
+
+
 @dataclass
 class DecodeResult:
     tokens: Tensor
@@ -73,6 +107,15 @@ class DecodeResult:
     stats: Stats
     exact: bool
     """True if the decoder's law is the backbone's, for any heads."""
+
+
+def in_step(*numbers: Sequence[int]) -> Iterator[tuple[slice, tuple[int, ...]]]:
+    """(rows, their numbers): all rows at once if the samples agree on every number, else one sample at a time."""
+    each = list(zip(*numbers, strict=True))
+    if all(n == each[0] for n in each):
+        yield slice(0, len(each)), each[0]
+    else:
+        yield from ((slice(b, b + 1), n) for b, n in enumerate(each))
 
 
 class Canvas:
@@ -85,10 +128,12 @@ class Canvas:
         sampling: Sampling,
         source: RandomSource,
         samples: Sequence[int],
+        tokenizer: ImageTokenizer | None = None,
     ) -> None:
         B, T = len(samples), backbone.grid.positions
         self.backbone, self.heads, self.sampling, self.source = backbone, heads, sampling, source
-        self.samples = samples
+        self.samples, self.tokenizer = samples, tokenizer
+        self.grid = backbone.grid
         self.tokens = torch.zeros(B, T, dtype=torch.long, device=backbone.device)
         self.committed = [0] * B
         """(B,) tokens that are final."""
@@ -98,36 +143,52 @@ class Canvas:
         """(B,) drafted tokens behind the committed ones that the next forward feeds."""
         self.hidden: Tensor | None = None
         """(G, B, T, D) newest state of every position; kept only for heads."""
-        self.step = 0
-        grid = backbone.grid
-        self.stats = Stats(cells=torch.zeros(2, grid.height, grid.width))
+        self.known = [0] * B
+        """(B,) positions whose state some forward has computed."""
+        self.visit = 0
+        """Key of the random numbers: 2 * step while verifying, one more while drafting."""
+        self.stats = Stats(steps=[0] * B)
+        self.tally = Tally(backbone.grid, backbone.device)
 
     @property
     def done(self) -> bool:
-        return min(self.committed) == self.backbone.grid.positions
+        return min(self.committed) == self.grid.positions
 
-    def where(self, start: int, end: int) -> Where:
-        """Key of the numbers for the positions start .. end - 1 of every sample at this step."""
-        return Where(self.samples, np.arange(start, end), self.step)
+    def where(self, first: Sequence[int], count: int, rows: slice = slice(None)) -> Where:
+        """Key of the numbers of this phase for the positions first[b] .. first[b] + count - 1 of the samples `rows`."""
+        return Where(self.samples[rows], np.asarray(first)[:, None] + np.arange(count), self.visit)
 
-    def predict(self, offset: Offset, start: int, end: int) -> Tensor:
+    def commit(self, counts: Sequence[int]) -> None:
+        """So many more tokens are final, and the forward just made has read all of them but the last."""
+        self.committed = [n + c for n, c in zip(self.committed, counts, strict=True)]
+        self.cached = [max(0, n - 1) for n in self.committed]
+
+    def window(self, first: Sequence[int], count: int) -> Tensor:
+        """(B, count) tokens from first[b] on; 0 behind the end."""
+        T = self.grid.positions
+        if len(set(first)) == 1 and first[0] + count <= T:
+            return self.tokens[:, first[0] : first[0] + count]
+        found = self.tokens.new_zeros(len(first), count)
+        for rows, (f,) in in_step(first):
+            inside = self.tokens[rows, f : f + count]
+            found[rows, : inside.shape[1]] = inside
+        return found
+
+    def predict(self, offset: Offset, start: int, end: int, rows: slice = slice(None)) -> Tensor:
         """States the heads predict for positions start .. end - 1 from the cells `offset` before them: (G, B, K, D)."""
         assert self.heads is not None and self.hidden is not None
-        back = offset[0] * self.backbone.grid.width + offset[1]
+        back = offset[0] * self.grid.width + offset[1]
         source = slice(start - back, end - back)
-        return self.heads(self.hidden[:, :, source], self.backbone.embed(self.tokens[:, source]), offset)
+        return self.heads(self.hidden[:, rows, source], self.backbone.embed(self.tokens[rows, source]), offset)
 
-    def count_drafts(self, kept: Tensor, offsets: Sequence[tuple[Offset, int, int]], start: int) -> None:
-        """Note which drafts (B, K) from position `start` on passed their first test; offsets: (offset, from, to)."""
-        hits, tests = kept.sum(0).cpu(), kept.shape[0]
-        width = self.backbone.grid.width
-        for offset, low, high in offsets:
-            entry = self.stats.drafted.setdefault(offset_name(offset), [0, 0])
-            entry[0] += int(hits[low - start : high - start].sum())
-            entry[1] += tests * (high - low)
-        for i, hit in enumerate(hits.tolist(), start):
-            self.stats.cells[0, i // width, i % width] += hit
-            self.stats.cells[1, i // width, i % width] += tests
+    def remember(self, h: Tensor, first: Sequence[int]) -> None:
+        """Keep the states h (G, B, L, D) of the positions first[b] + 1 on, as far as they belong to the sample."""
+        if self.hidden is None:
+            self.hidden = h.new_zeros(h.shape[0], *self.tokens.shape, h.shape[-1])
+        ends = [min(n + a, self.grid.positions - 1) + 1 for n, a in zip(self.committed, self.ahead, strict=True)]
+        for rows, (f, end) in in_step(first, ends):
+            self.hidden[:, rows, f + 1 : end] = h[:, rows, : max(0, end - f - 1)]
+        self.known = ends
 
 
 class Policy(ABC):
@@ -135,14 +196,18 @@ class Policy(ABC):
 
     name: str
     exact: bool
-    needs_heads: bool = False
+    drafts_with: tuple[str, ...] = ()
+    """Kinds of heads it can draft with; empty = it uses none."""
 
     def begin(self, canvas: Canvas) -> None:  # noqa: B027 - optional
         """Called once before the first step. Raises ValueError if the heads do not fit the settings."""
 
     @abstractmethod
     def verify(self, canvas: Canvas, p: Tensor) -> None:
-        """p (B, S, V): targets of the S positions from canvas.committed on. Sets tokens, committed and cached."""
+        """p (B, S, V): targets of the positions from canvas.committed on. Sets tokens, committed and cached.
+
+        Sample b's first canvas.ahead[b] + 1 targets are its own; the others fill up a batch that is not in step.
+        """
 
     def draft(self, canvas: Canvas) -> None:  # noqa: B027 - optional
         """Write drafts behind the committed tokens and set canvas.ahead."""
@@ -158,6 +223,7 @@ def run(
     seed: int = 0,
     samples: Sequence[int] | None = None,
     source: RandomSource | None = None,
+    tokenizer: ImageTokenizer | None = None,
     callback: RowCallback | None = None,
 ) -> DecodeResult:
     """Draw one picture per prompt. `samples` are the pictures' numbers in a larger job (default 0, 1, ...).
@@ -170,10 +236,13 @@ def run(
         raise ValueError(f"samples has {len(samples)} numbers for {len(prompts)} prompts")
     if not prompts:
         raise ValueError("no prompt to draw")
-    if policy.needs_heads and heads is None:
-        raise ValueError(
-            f"decoder {policy.name} drafts with heads; give heads=MTPHeads.from_pretrained(folder, backbone)"
-        )
+    if policy.drafts_with:
+        if heads is None:
+            raise ValueError(
+                f"decoder {policy.name} drafts with heads; give heads=MTPHeads.from_pretrained(folder, backbone)"
+            )
+        if heads.kind not in policy.drafts_with:
+            raise ValueError(f"decoder {policy.name} drafts with {policy.drafts_with[0]} heads; these are {heads.kind}")
     if heads is not None:
         heads.check(backbone)
         weight = next(heads.parameters(), None)
@@ -184,61 +253,50 @@ def run(
             )
     grid, device = backbone.grid, backbone.device
     numbers = list(range(len(prompts)) if samples is None else samples)
-    canvas = Canvas(backbone, heads if policy.needs_heads else None, sampling, source or SeededSource(seed), numbers)
+    heads = heads if policy.drafts_with else None
+    canvas = Canvas(backbone, heads, sampling, source or SeededSource(seed), numbers, tokenizer)
     stats = canvas.stats
     policy.begin(canvas)
     with stats.clock("seconds_forward", device):
         state, h = backbone.start(prompts, sampling.guidance)
-    stats.nfe = 1
-    rows = 0
+    rows, step = 0, 0
     first = [-1] * len(prompts)
     while True:
-        if canvas.heads is not None:
-            _remember(canvas, h, first)
+        stats.nfe += 1
+        if heads is not None:
+            canvas.remember(h, first)
         with stats.clock("seconds_verify", device):
-            p = sampling.probabilities(backbone.logits(_window(h, canvas.committed, first)))
-            policy.verify(canvas, p)
+            canvas.visit = 2 * step
+            policy.verify(canvas, sampling.probabilities(backbone.logits(_targets(canvas, h, first))))
         with stats.clock("seconds_draft", device):
+            canvas.visit += 1
             policy.draft(canvas)
+        for b, n in enumerate(canvas.committed):
+            if n == grid.positions and not stats.steps[b]:
+                stats.steps[b] = stats.nfe
         if callback is not None and min(canvas.committed) // grid.width > rows:
             rows = min(canvas.committed) // grid.width
             callback(rows, canvas.tokens.view(-1, grid.height, grid.width).clone())
         if canvas.done:
             break
-        canvas.step += 1
+        step += 1
         first = list(canvas.cached)
         length = max(n + a - f for n, a, f in zip(canvas.committed, canvas.ahead, first, strict=True))
         with stats.clock("seconds_forward", device):
             backbone.rollback(state, first)
-            h = backbone.forward(state, _gather(canvas.tokens, first, length), first)
-        stats.nfe += 1
+            h = backbone.forward(state, canvas.window(first, length), first)
         stats.tokens_forwarded += length
+    canvas.tally.write(stats)
     return DecodeResult(canvas.tokens.view(-1, grid.height, grid.width), stats, policy.exact)
 
 
-def _gather(tokens: Tensor, first: list[int], length: int) -> Tensor:
-    """(B, T) -> (B, length) from first[b] on; behind the end the last token is repeated (never committed)."""
-    if len(set(first)) == 1 and first[0] + length <= tokens.shape[1]:
-        return tokens[:, first[0] : first[0] + length]
-    start = torch.tensor(first, device=tokens.device)[:, None]
-    return tokens.gather(1, (start + torch.arange(length, device=tokens.device)).clamp(max=tokens.shape[1] - 1))
-
-
-def _window(h: Tensor, committed: list[int], first: list[int]) -> Tensor:
+def _targets(canvas: Canvas, h: Tensor, first: Sequence[int]) -> Tensor:
     """States (G, B, L, D) of positions first + 1 ... -> those from `committed` on, (G, B, S, D)."""
-    skip = [n - f - 1 for n, f in zip(committed, first, strict=True)]
+    skip = [n - f - 1 for n, f in zip(canvas.committed, first, strict=True)]
     if len(set(skip)) == 1:
         return h[:, :, skip[0] :]
-    G, _, L, D = h.shape
-    index = torch.tensor(skip, device=h.device)[:, None] + torch.arange(L - min(skip), device=h.device)
-    return h.gather(2, index.clamp(max=L - 1)[None, :, :, None].expand(G, -1, -1, D))
-
-
-def _remember(canvas: Canvas, h: Tensor, first: list[int]) -> None:
-    G, B, L, D = h.shape
-    T = canvas.tokens.shape[1]
-    if canvas.hidden is None:
-        canvas.hidden = h.new_zeros(G, B, T, D)
-    for b in range(B):
-        count = min(L, T - 1 - first[b])
-        canvas.hidden[:, b, first[b] + 1 : first[b] + 1 + count] = h[:, b, :count]
+    found = h.new_zeros(h.shape[0], h.shape[1], max(canvas.ahead) + 1, h.shape[3])
+    for rows, (at,) in in_step(skip):
+        mine = h[:, rows, at : at + found.shape[2]]
+        found[:, rows, : mine.shape[2]] = mine
+    return found

@@ -53,16 +53,35 @@ class Sampling:
         return p
 
 
+def keep(y: Tensor, q: Tensor, p: Tensor, source: RandomSource, where: Where) -> Tensor:
+    """Which tokens y (B, K), drawn from q (B, K, V), are kept under p: each with min(1, p / q)."""
+    index = y[..., None]
+    return source.accept((p.gather(-1, index) / q.gather(-1, index)).squeeze(-1), where.to("accept"))
+
+
+def redraw(
+    y: Tensor, kept: Tensor, weights: Tensor, source: RandomSource, where: Where, needed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """y (B, K) where kept, else a draw from weights (B, K, V): relu(p - q), which needs no normalising.
+
+    A residual without mass can only be rounding (p = q); what is drawn from it has no weight, and then y stays. Returns
+    the tokens and where y stayed.
+    """
+    drawn = source.draw(weights, where.to("residual"), ~kept if needed is None else needed & ~kept)
+    stays = kept | (weights.gather(-1, drawn[..., None]).squeeze(-1) == 0)
+    return torch.where(stays, y, drawn), stays
+
+
 def transport(y: Tensor, q: Tensor, p: Tensor, source: RandomSource, where: Where) -> tuple[Tensor, Tensor]:
     """Move tokens y (B, K) from their records q to p (B, K, V) by the maximal coupling; the new record is p.
 
-    Keep y with probability min(1, p / q), else draw from relu(p - q). Returns the tokens and which were kept. A
-    rejected token always changes; a residual without mass can only be rounding (p = q), and then y stays.
-    Speculative sampling, arXiv 2211.17192; as a coupling of successive Jacobi iterates: SCD.
+    Keep y with probability min(1, p / q), else draw from relu(p - q). Returns the tokens and which were kept; a
+    rejected token always changes. Speculative sampling, arXiv 2211.17192; as a coupling of Jacobi iterates: SCD.
     """
-    index = y[..., None]
-    kept = source.accept((p.gather(-1, index) / q.gather(-1, index)).squeeze(-1), where.to("accept"))
-    residual = (p - q).clamp_min_(0)
-    kept = kept | (residual.sum(-1) == 0)
-    drawn = source.draw(residual, where.to("residual"), needed=~kept)
-    return torch.where(kept, y, drawn), kept
+    kept = keep(y, q, p, source, where)
+    return redraw(y, kept, (p - q).clamp_min_(0), source, where)
+
+
+def gumbel_argmax(p: Tensor, noise: Tensor) -> Tensor:
+    """(..., V) -> (...): argmax(log p + noise) ~ p; two p with the same noise are coupled (the Gumbel coupling)."""
+    return (p.log() + noise).argmax(-1)

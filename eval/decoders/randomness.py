@@ -1,12 +1,13 @@
-"""The one door randomness comes through: `accept` and `draw`, keyed by (seed, sample, position, purpose, visit).
+"""The one door randomness comes through: `accept`, `draw`, `gumbel`, keyed by (seed, sample, position, purpose, visit).
 
 Counter-based: every number is a hash of its key, so a sample does not depend on what else is in its batch, and a test
-can put an enumerating source in the same place. `visit` is the step: without it a position's accept number would be
-used again at every visit, which breaks the law of the decoder.
+can put an enumerating source in the same place. `visit` counts the phases of decoding: without it a position's accept
+number would be used again at every visit, which breaks the law of the decoder. Only a position's Gumbel vector is drawn
+once for all visits: that is what couples them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,9 +18,11 @@ PURPOSES = {"birth": 1, "accept": 2, "residual": 3, "gumbel": 4}
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SMALL = 2048
+"""Up to so many weights a plain cumulative sum is faster than one in blocks."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Where:
     """Which numbers are asked for."""
 
@@ -28,11 +31,16 @@ class Where:
     position: np.ndarray
     """(K,) or (B, K) image positions."""
     visit: int
-    """The step, prefill = 0."""
+    """Two a step: even while verifying, odd while drafting; prefill = step 0."""
     purpose: str = "birth"
+    columns: slice | None = None
+    """Only these of the K positions: a loop over a window asks piece by piece, and the numbers are made at once."""
 
     def to(self, purpose: str) -> "Where":
-        return replace(self, purpose=purpose)
+        return Where(self.sample, self.position, self.visit, purpose, self.columns)
+
+    def at(self, columns: slice) -> "Where":
+        return Where(self.sample, self.position, self.visit, self.purpose, columns)
 
 
 class RandomSource(Protocol):
@@ -44,37 +52,86 @@ class RandomSource(Protocol):
         """(B, K, V) weights >= 0, not necessarily summing to 1 -> (B, K) indices; where not `needed`, anything."""
         ...
 
+    def gumbel(self, like: Tensor, where: Where) -> Tensor:
+        """Standard Gumbel noise of the shape of `like` (B, K, V): one vector a position, the same at every visit."""
+        ...
+
 
 class SeededSource:
     """Uniform numbers from a 64-bit mix (splitmix64's finalizer) of the key.
 
     Keys are known on the host, so the numbers are made there, a few microseconds a window, and copied to the device;
-    nothing is read back.
+    nothing is read back. Gumbel vectors are as long as the vocabulary and are hashed on the device.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self._made: dict[str, tuple[np.ndarray, int, Tensor]] = {}
+
+    def keys(self, where: Where) -> np.ndarray:
+        """(B, K) uint64: the hash of everything but the place in the vocabulary."""
+        visit = 0 if where.purpose == "gumbel" else where.visit
+        turn = visit * 8 + PURPOSES[where.purpose]
+        keys = [_mix_int(_mix_int(_mix_int(self.seed) ^ s * GOLDEN) ^ turn * GOLDEN) for s in where.sample]
+        position = np.asarray(where.position, np.int64).view(np.uint64) * np.uint64(GOLDEN)
+        return _mix(np.array(keys, np.uint64)[:, None] ^ position)
 
     def uniform(self, where: Where) -> np.ndarray:
         """(B, K) in [0, 1), multiples of 2^-40."""
-        turn = where.visit * 8 + PURPOSES[where.purpose]
-        keys = [_mix_int(_mix_int(_mix_int(self.seed) ^ s * GOLDEN) ^ turn * GOLDEN) for s in where.sample]
-        position = np.asarray(where.position, np.int64).view(np.uint64) * np.uint64(GOLDEN)
-        mixed = _mix(np.array(keys, np.uint64)[:, None] ^ position)
-        return (mixed >> np.uint64(24)) * 2.0**-40
+        return (self.keys(where) >> np.uint64(24)) * 2.0**-40
+
+    def _numbers(self, where: Where, device: torch.device) -> Tensor:
+        if where.columns is None:
+            return torch.from_numpy(self.uniform(where)).to(device)
+        position, visit, made = self._made.get(where.purpose, (None, 0, None))
+        if position is not where.position or visit != where.visit or made is None:
+            made = torch.from_numpy(self.uniform(where)).to(device)
+            self._made[where.purpose] = (where.position, where.visit, made)
+        return made[:, where.columns]
 
     def accept(self, probability: Tensor, where: Where) -> Tensor:
-        return torch.from_numpy(self.uniform(where)).to(probability.device) < probability
+        return self._numbers(where, probability.device) < probability
 
     def draw(self, weights: Tensor, where: Where, needed: Tensor | None = None) -> Tensor:
         """Inverse of the cumulative sum: the first index whose cumulative weight exceeds u times the total.
 
-        In fp64, where a u of 40 bits times the total stays below the total: the index always has weight.
+        Cumulated in fp64, where a u of 40 bits times the total stays below the total: the index always has weight. A
+        large vocabulary is cut into blocks: one pass sums them, and only the block that is hit is cumulated.
         """
-        cumulative = weights.cumsum(-1, dtype=torch.float64)
-        u = torch.from_numpy(self.uniform(where)).to(weights.device)[..., None]
-        index = torch.searchsorted(cumulative, u * cumulative[..., -1:], right=True)
-        return index.squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+        u = self._numbers(where, weights.device)[..., None]
+        V = weights.shape[-1]
+        if weights.stride(-1) == 0:  # one number expanded: all alike
+            return (u[..., 0] * V).long()
+        if V <= SMALL:
+            cumulative = weights.cumsum(-1, dtype=torch.float64)
+            return _first_above(cumulative, u * cumulative[..., -1:]).squeeze(-1)
+        size = next(n for n in range(256, 0, -1) if V % n == 0)
+        blocks = weights.unflatten(-1, (V // size, size))
+        cumulative = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+        target = u * cumulative[..., -1:]
+        block = _first_above(cumulative, target)
+        upper = cumulative.gather(-1, block)
+        before = torch.where(block > 0, cumulative.gather(-1, (block - 1).clamp_(min=0)), 0.0)
+        share = ((target - before) / (upper - before)).clamp_(max=1 - 2.0**-40)
+        inside = blocks.gather(-2, block[..., None].expand(*block.shape, size)).squeeze(-2)
+        cumulative = inside.cumsum(-1, dtype=torch.float64)
+        return (block * size + _first_above(cumulative, share * cumulative[..., -1:])).squeeze(-1)
+
+    def gumbel(self, like: Tensor, where: Where) -> Tensor:
+        key = torch.from_numpy(self.keys(where.to("gumbel")).view(np.int64)).to(like.device)
+        if where.columns is not None:
+            key = key[:, where.columns]
+        x = _mix_torch(key[..., None] ^ torch.arange(like.shape[-1], device=like.device) * _signed(GOLDEN))
+        exact = like.dtype == torch.float64
+        # Half a step above a multiple of 2^-53 (fp32: 2^-24): never 0 and never 1, so the noise is finite.
+        bits = 53 if exact else 24
+        u = ((x >> (64 - bits)) & ((1 << bits) - 1)).to(like.dtype).add_(0.5).mul_(2.0**-bits)
+        return u.clamp_(max=1 - torch.finfo(like.dtype).eps / 2).log_().neg_().log_().neg_()
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """(..., V) cumulative weights, (..., 1) targets below the total -> (..., 1) first index above its target."""
+    return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)
 
 
 def _mix_int(x: int) -> int:
@@ -90,3 +147,19 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ x >> np.uint64(30)) * np.uint64(MIX[0])
     x = (x ^ x >> np.uint64(27)) * np.uint64(MIX[1])
     return x ^ x >> np.uint64(31)
+
+
+def _mix_torch(x: Tensor) -> Tensor:
+    """The same on a tensor of int64, whose products wrap and whose shifts carry the sign, which is masked off."""
+    x = (x ^ _shift(x, 30)) * _signed(MIX[0])
+    x = (x ^ _shift(x, 27)) * _signed(MIX[1])
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    """The 64-bit pattern of x as a signed integer."""
+    return x - (1 << 64) if x >> 63 else x

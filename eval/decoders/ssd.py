@@ -1,112 +1,165 @@
 """Spatially Speculative Decoding (SSD, arXiv 2606.20543): draft a row from the row above, verify and correct r times.
 
-Lossy: after r rounds the block is committed whatever happened. `stats.change_rate` says how much the last round still
+Lossy: after r rounds a block is committed whatever happened. `stats.change_rate` says how much the last round still
 changed; its expectation bounds the distance from the backbone's law. A round is one causal forward over the drafts;
 every column keeps its token with min(1, p / record) or takes the residual, and p becomes its record (a new record each
 round: keeping the heads' q instead makes more rounds worse).
 """
 
-from torch import Tensor, cat
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from eval.decoders.engine import Canvas, Policy
 from eval.decoders.kernels import transport
-from heads.grid import Offset
+from eval.decoders.settings import whole
+from heads.grid import Offset, offset_name
+from heads.mtp import OffsetHeads
+
+Run = tuple[Offset, int, int]
+"""(offset, from, to): positions drafted by one head."""
+
+
+@dataclass
+class Part:
+    """Positions up to `end` that are committed together, and what is still to be done for them."""
+
+    runs: list[Run]
+    end: int
+    left: int
+    """Rounds left."""
+    tested: bool = False
 
 
 class SSD(Policy):
-    """A block is one exact token and the drafts behind it: up to `right` cells in row 0, then `rows` rows at a time.
+    """A block is one token drawn from p and drafts behind it: up to `right` cells in row 0, then `rows` rows at a time.
 
-    The forward that reads a finished block once more (for its keys, values and states) also yields the next block's
-    first token, so a block with drafts costs 1 + r forwards: (ceil(W / (right + 1)) + ceil((H - 1) / rows)) * (1 + r)
-    in all, the prefill standing for the first block's; a block that is one token long, at a row's end, costs 1.
-    `staged` verifies both rows `rounds` times, commits the first, and gives the second `staged` rounds more.
+    A block costs 1 + `rounds` forwards: (ceil(W / (right + 1)) + ceil((H - 1) / rows)) * (1 + rounds) in all, prefill
+    counted. The one beyond its rounds reads the finished block once more for its keys, values and states, and yields
+    the next block's first token. `staged` verifies both rows `rounds` times, commits the first, and gives the second
+    `staged` rounds more.
+
+    `rows_in_flight` > 1 is pipelined SSD: the next block is drafted from this one's unfinished states and tokens, so
+    that a forward carries a band of blocks, each some rounds older than the next: about (1 + rounds) / rows_in_flight
+    forwards a block. Every block still gets its rounds; what it loses is that it was drafted from, and first verified
+    under, a row that was still changing.
     """
 
     name = "ssd"
     exact = False
-    needs_heads = True
+    drafts_with = ("offsets",)
 
-    def __init__(self, rounds: int = 2, rows: int = 1, staged: int = 0) -> None:
-        for name, value in (("rounds", rounds), ("rows", rows), ("staged", staged)):
-            if not isinstance(value, int):
-                raise ValueError(f"{name} is {value!r}; use a whole number")
-        if rounds < 0:
-            raise ValueError(f"rounds is {rounds}; use 0 (draft only) or more")
-        if rows not in (1, 2):
+    def __init__(self, rounds: int = 2, rows: int = 1, staged: int = 0, rows_in_flight: int = 1) -> None:
+        self.rounds, self.rows, self.staged = (
+            whole("rounds", rounds, 0),
+            whole("rows", rows, 1),
+            whole("staged", staged, 0),
+        )
+        self.in_flight = whole("rows_in_flight", rows_in_flight, 1)
+        if rows > 2:
             raise ValueError(f"rows is {rows}; a block has 1 or 2 rows")
-        if staged < 0 or (staged and (rows != 2 or rounds == 0)):
+        if staged and (rows != 2 or rounds == 0):
             raise ValueError(
                 f"staged is {staged}; it counts extra rounds of the second row, so it needs rows=2, rounds>=1"
             )
-        self.rounds, self.rows, self.staged = rounds, rows, staged
+        if rows_in_flight > 1 and (rows != 1 or rows_in_flight > rounds + 1):
+            raise ValueError(
+                f"rows_in_flight is {rows_in_flight}; with rows=1 and rounds={rounds} a row is in flight for "
+                f"{rounds + 1} forwards, so use 1 to {rounds + 1}, and 1 with rows=2"
+            )
 
     def begin(self, canvas: Canvas) -> None:
-        assert canvas.heads is not None
+        assert isinstance(canvas.heads, OffsetHeads)
         offsets = canvas.heads.offsets
         self.right = max((dx for dy, dx in offsets if dy == 0), default=0)
         self.down = max((dy for dy, dx in offsets if dx == 0), default=0)
         if self.rows > max(self.down, 1):
             raise ValueError(f"rows is {self.rows}, but the heads reach {self.down} row(s) down")
-        self.stages: list[tuple[int, int]] = []  # (rounds, end): after so many rounds commit up to there
-        # open: the block's first token was just drawn from fresh states, so the rest can be drafted
-        self.open = False
-
-    def _plan(self, canvas: Canvas) -> list[tuple[Offset, int, int]]:
-        """The drafts behind the first token of a block: (offset, from, to) runs of positions."""
-        W, n = canvas.backbone.grid.width, canvas.committed[0]
-        y, x = (n - 1) // W, (n - 1) % W
-        if y == 0 or not self.down:
-            ahead = min(self.right, W - 1 - x)
-            return [((0, k), n + k - 1, n + k) for k in range(1, ahead + 1)]
-        rows = min(self.rows, canvas.backbone.grid.height - y)
-        runs = [((r + 1, 0), max(n, (y + r) * W), (y + r + 1) * W) for r in range(rows)]
-        return [(offset, low, high) for offset, low, high in runs if low < high]
-
-    def draft(self, canvas: Canvas) -> None:
-        if not self.open:
-            return
-        self.open = False
-        self.runs = self._plan(canvas)
-        if not self.runs:
-            return
-        start, end = self.runs[0][1], self.runs[-1][2]
-        predicted = [canvas.predict(offset, low, high) for offset, low, high in self.runs]
-        self.q = canvas.sampling.probabilities(canvas.backbone.logits(cat(predicted, dim=2)))
-        canvas.tokens[:, start:end] = canvas.source.draw(self.q, canvas.where(start, end))
-        first_row = self.runs[0][2]
-        staged = self.staged and first_row < end and self.runs[0][0][0] > 0
-        self.stages = [(self.rounds, first_row), (self.staged, end)] if staged else [(self.rounds, end)]
-        self.round, self.end, self.tested = 0, end, False
-        self._commit(canvas)
+        self.parts: list[Part] = []
+        self.q = torch.empty(0)
+        """(B, K, V): records of the positions that are drafted and not committed."""
+        self.end = 0  # drafted so far
 
     def verify(self, canvas: Canvas, p: Tensor) -> None:
-        n, B = canvas.committed[0], len(canvas.committed)
-        if not self.stages:  # the block before was read once more: its cache is final, its last state gives a token
-            canvas.tokens[:, n : n + 1] = canvas.source.draw(p[:, -1:], canvas.where(n, n + 1))
-            canvas.cached, canvas.committed, canvas.ahead = [n] * B, [n + 1] * B, [0] * B
-            self.open = True
+        """A round for every position in flight; p may have one column more, for the next block's first token."""
+        n, self.read = canvas.committed[0], canvas.committed[0]
+        self.p = p
+        count = self.end - n
+        if not count:
             return
-        y, where = canvas.tokens[:, n : self.end], canvas.where(n, self.end)
-        y, kept = transport(y, self.q, p, canvas.source, where)
-        canvas.tokens[:, n : self.end] = y
-        self.q = p
-        self.round += 1
-        canvas.cached = [n - 1] * B
-        if not self.tested:
-            canvas.count_drafts(kept, self.runs, n)
-            self.tested = True
-        rounds, end = self.stages[0]
-        if self.round == rounds:
-            canvas.stats.changed[0] += int((~kept[:, : end - n]).sum())
-            canvas.stats.changed[1] += B * (end - n)
+        p = p[:, :count]
+        y, kept = transport(canvas.tokens[:, n : self.end], self.q, p, canvas.source, canvas.where([n] * len(p), count))
+        canvas.tokens[:, n : self.end], self.q = y, p
+        start = n
+        for part in self.parts:
+            part.left -= 1
+            if not part.tested:
+                part.tested = True
+                for offset, low, high in part.runs:
+                    canvas.tally.drafts(offset_name(offset), kept[:, low - n : high - n], low)
+            if part.left == 0:
+                canvas.tally.last_round(kept[:, start - n : part.end - n])
+            start = part.end
+
+    def draft(self, canvas: Canvas) -> None:
+        T = canvas.grid.positions
         self._commit(canvas)
+        # In flight in the coming forward: what is not committed, and what is but has not been read since.
+        unread = canvas.committed[0] > self.read and self.end > self.read
+        if self.end < T and len(self.parts) + unread < self.in_flight and self.p.shape[1] > self.end - self.read:
+            self._enter(canvas)
+            self._commit(canvas)
+        n = canvas.committed[0]
+        # The last draft is fed only if its successor's p is wanted.
+        last = self.in_flight > 1 and self.end < T
+        canvas.ahead = [max(0, self.end - n - (not last))] * len(canvas.committed)
+        canvas.cached = [max(0, min(self.read, n - 1))] * len(canvas.committed)
+
+    def _enter(self, canvas: Canvas) -> None:
+        """Draft the next block: its first token from p, the rest by the heads."""
+        start, B = self.end, len(canvas.committed)
+        q = self.p[:, -1:]
+        canvas.tokens[:, start : start + 1] = canvas.source.draw(q, canvas.where([start] * B, 1))
+        runs = self._plan(canvas, start)
+        records = [q]
+        if runs:
+            predicted = torch.cat([canvas.predict(*run) for run in runs], dim=2)
+            drafted = canvas.sampling.probabilities(canvas.backbone.logits(predicted))
+            end = runs[-1][2]
+            canvas.tokens[:, start + 1 : end] = canvas.source.draw(
+                drafted, canvas.where([start + 1] * B, end - start - 1)
+            )
+            records.append(drafted)
+            self.end = end
+        else:
+            self.end = start + 1
+        if canvas.committed[0] == start:  # everything before it is final and read: the token is exact
+            canvas.committed = [start + 1] * B
+            records = records[1:]
+        else:
+            records = [self.q, *records]
+        self.q = torch.cat(records, dim=1) if records else q[:, :0]
+        if not runs and canvas.committed[0] == self.end:
+            return
+        middle = runs[0][2] if self.staged and len(runs) > 1 and runs[0][0][0] else self.end
+        self.parts.append(Part([r for r in runs if r[2] <= middle], middle, self.rounds))
+        if middle < self.end:
+            self.parts.append(Part(runs[1:], self.end, self.rounds + self.staged))
+
+    def _plan(self, canvas: Canvas, start: int) -> list[Run]:
+        """The drafts behind the first token of the block at `start`."""
+        W, first = canvas.grid.width, start + 1
+        y, x = start // W, start % W
+        if y == 0 or not self.down:
+            ahead = min(self.right, W - 1 - x)
+            return [((0, k), start + k, start + k + 1) for k in range(1, ahead + 1)]
+        rows = min(self.rows, canvas.grid.height - y)
+        runs = [((r + 1, 0), max(first, (y + r) * W), (y + r + 1) * W) for r in range(rows)]
+        return [(offset, low, high) for offset, low, high in runs if low < high]
 
     def _commit(self, canvas: Canvas) -> None:
-        """Commit the stage if its rounds are over, and say what the next forward feeds: all but the last draft."""
-        B = len(canvas.committed)
-        if self.stages[0][0] == self.round:
-            end = self.stages.pop(0)[1]
+        while self.parts and self.parts[0].left == 0:
+            end = self.parts.pop(0).end
             self.q = self.q[:, end - canvas.committed[0] :]
-            canvas.committed = [end] * B
-            self.round = 0
-        canvas.ahead = [max(0, self.end - canvas.committed[0] - 1)] * B
+            canvas.committed = [end] * len(canvas.committed)

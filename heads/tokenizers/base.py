@@ -38,6 +38,20 @@ class ImageTokenizer(ABC):
     def codebook_size(self) -> int:
         return self.codebook.shape[0]
 
+    def neighbours(self, count: int) -> Tensor:
+        """(K, count) codes nearest to each code by the distance of their vectors, nearest first, itself left out.
+
+        Raises ValueError if there are not so many.
+        """
+        if not 0 <= count < self.codebook_size:
+            raise ValueError(f"neighbours is {count}; the codebook has {self.codebook_size} codes, so at most one less")
+        found = []
+        for codes in torch.arange(self.codebook_size, device=self.codebook.device).split(1024):
+            distance = torch.cdist(self.codebook[codes].float(), self.codebook.float())
+            distance[torch.arange(len(codes)), codes] = torch.inf
+            found.append(distance.topk(count, dim=1, largest=False).indices)
+        return torch.cat(found)
+
     @property
     def fingerprint(self) -> str:
         """sha256 over the kind, the patch size and the codebook; token shards record it and readers compare it."""

@@ -1,0 +1,204 @@
+"""Jacobi windows: draft a window of tokens, test all at once, commit the accepted run, redraw what is right of it.
+
+Every drafted position carries its token y and its record q, the exact law of y given everything to its left. A forward
+yields p for the whole window. Position by position y is kept with min(1, p / q); the first that fails takes the
+residual and ends the run; right of it tokens are redrawn and their record becomes p. This is exact for any drafts: a
+position's record, and everything that decides about it, look only to its left, and its randomness is its own.
+
+SJD (Speculative Jacobi Decoding) redraws afresh. SCD (Speculative Coupled Decoding) redraws by a coupling that keeps
+the token as often as it can.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eval.decoders.engine import Canvas, Policy, in_step
+from eval.decoders.kernels import gumbel_argmax, keep, redraw
+from eval.decoders.settings import one_of, whole
+
+BIRTHS = ("uniform", "onehot", "left", "above")
+COUPLINGS = ("maximal", "gumbel")
+
+
+class Noise:
+    """Gumbel vectors of the window's positions, each hashed once, when its position enters."""
+
+    def __init__(self) -> None:
+        self.first: list[int] = []
+        self.held: Tensor | None = None
+
+    def take(self, canvas: Canvas, first: Sequence[int], count: int, like: Tensor) -> Tensor:
+        """(B, count, V) of the positions from first[b] on."""
+        if self.held is not None and self.first == list(first) and self.held.shape[1] == count:
+            return self.held
+        found = like.new_empty(len(first), count, like.shape[-1])
+        old = self.first or [0] * len(first)
+        held = 0 if self.held is None else self.held.shape[1]
+        reuse = [max(0, min(count, o + held - f)) if f >= o else 0 for o, f in zip(old, first, strict=True)]
+        for rows, (o, f, k) in in_step(old, first, reuse):
+            if k:
+                assert self.held is not None
+                found[rows, :k] = self.held[rows, f - o : f - o + k]
+            if k < count:
+                fresh = found[rows, k:]
+                fresh.copy_(canvas.source.gumbel(fresh, canvas.where([f + k] * len(fresh), count - k, rows)))
+        self.first, self.held = list(first), found
+        return found
+
+
+class SJD(Policy):
+    """Feeds `window` tokens a forward: the newest final one and window - 1 drafts.
+
+    `birth` is how a position that enters the window gets its first token: uniform (drawn, and recorded as drawn),
+    onehot (drawn from the uniform, recorded as certain), left (the newest token to the left) or above (the token in the
+    row above; in row 0, left), both recorded as certain.
+    """
+
+    name = "sjd"
+    exact = True
+
+    def __init__(self, window: int = 16, birth: str = "uniform") -> None:
+        self.window, self.birth = whole("window", window, 1), one_of("birth", birth, BIRTHS)
+        self.record: Tensor | None = None
+
+    # Test the window, commit the run ---------------------------------------------------------------------------------
+
+    def verify(self, canvas: Canvas, p: Tensor) -> None:
+        n, a = self.n, self.a = canvas.committed, canvas.ahead
+        B, S, _ = p.shape
+        if self.record is None:  # the first forward tests nothing
+            self.record, self.fresh = torch.zeros_like(p), [0] * B
+        self.p, y = p, canvas.window(n, S)
+        # Behind the drafts stands one position without a draft: its record is zero, so its residual is p itself.
+        inside = [min(d + 1, canvas.grid.positions - m) for d, m in zip(a, n, strict=True)]
+        columns = torch.arange(S, device=p.device)
+        limits = torch.tensor([a, inside], device=p.device)[..., None]
+        kept = self.test(canvas, y) & (columns < limits[0])
+        run = kept.cumprod(1).sum(1, keepdim=True)
+        tokens = self.move(canvas, y, kept, columns - run, columns < limits[1])
+        for rows, (start, drafts, end, fresh) in in_step(n, a, inside, self.fresh):
+            canvas.tokens[rows, start : start + end] = tokens[rows, :end]
+            if fresh < drafts:
+                canvas.tally.drafts(self.birth, kept[rows, fresh:drafts], start + fresh)
+        canvas.commit([min(r + 1, m) for r, m in zip(run.flatten().tolist(), inside, strict=True)])
+
+    def test(self, canvas: Canvas, y: Tensor) -> Tensor:
+        """Which tokens y (B, S) pass."""
+        assert self.record is not None
+        return keep(y, self.record, self.p, canvas.source, canvas.where(self.n, y.shape[1]))
+
+    def move(self, canvas: Canvas, y: Tensor, kept: Tensor, beyond: Tensor, inside: Tensor) -> Tensor:
+        """Tokens (B, S) with record p: the run as it is, the residual where it ends, fresh draws from p right of it.
+
+        beyond (B, S) counts columns from the run's end; not `inside` fills up a batch that is not in step.
+        """
+        assert self.record is not None
+        self.record.masked_fill_((beyond > 0)[..., None], 0)
+        weights = self.record.sub_(self.p).neg_().clamp_min_(0)
+        return redraw(y, kept & (beyond < 0), weights, canvas.source, canvas.where(self.n, y.shape[1]), inside)[0]
+
+    # Shift the window, fill it up ------------------------------------------------------------------------------------
+
+    def draft(self, canvas: Canvas) -> None:
+        n = canvas.committed
+        a = canvas.ahead = self.lengths(canvas)
+        carried = self.carried(canvas)
+        self.record = self.p.new_zeros(len(n), max(a) + 1, self.p.shape[-1])
+        self.fresh = carried
+        for rows, (old, new, c, d) in in_step(self.n, n, carried, a):
+            self.record[rows, :c] = self.p[rows, new - old : new - old + c]
+            if c < d:
+                y, self.record[rows, c:d] = self.born(canvas, rows, new + c, d - c)
+                canvas.tokens[rows, new + c : new + d] = y
+
+    def lengths(self, canvas: Canvas) -> list[int]:
+        """(B,) drafts of the coming window; the picture's last position never needs one."""
+        return [max(0, min(self.window, canvas.grid.positions - n) - 1) for n in canvas.committed]
+
+    def carried(self, canvas: Canvas) -> list[int]:
+        """(B,) positions of the coming window that the last forward has read: they keep their token and record p."""
+        ends = [m + b + 1 for m, b in zip(self.n, self.a, strict=True)]
+        return [max(0, min(d, end - n)) for d, end, n in zip(canvas.ahead, ends, canvas.committed, strict=True)]
+
+    def born(self, canvas: Canvas, rows: slice, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """First tokens (R, K) of the positions from `start` on, and their record, (R, K, V) or what expands to it."""
+        V, W = self.p.shape[-1], canvas.grid.width
+        R = len(canvas.samples[rows])
+        if self.birth in ("uniform", "onehot"):
+            uniform = self.p.new_full((1, 1, 1), 1 / V).expand(R, count, V)
+            y = self.first_token(canvas, uniform, rows, start)
+            if self.birth == "uniform":
+                return y, uniform
+        else:
+            y = canvas.tokens[rows, start - 1 : start].repeat(1, count)
+            for i in range(start, start + count) if self.birth == "above" else ():
+                if i >= W:  # above a birth may stand another, made a moment ago
+                    y[:, i - start] = y[:, i - start - W] if i - W >= start else canvas.tokens[rows, i - W]
+        return y, torch.nn.functional.one_hot(y, V).to(self.p.dtype)
+
+    def first_token(self, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
+        R, K, _ = q.shape
+        return canvas.source.draw(q, canvas.where([start] * R, K, rows))
+
+
+class SCD(SJD):
+    """SJD whose redraws are coupled to the tokens they replace.
+
+    `maximal`: keep with min(1, p / q), else the residual, at every position, so testing and redrawing are one: no
+    coupling keeps more in one step. `gumbel`: argmax(log p + g), g fixed per position: coupled to every earlier p.
+    """
+
+    name = "scd"
+
+    def __init__(self, window: int = 32, birth: str = "uniform", coupling: str = "maximal") -> None:
+        super().__init__(window, birth)
+        self.coupling = one_of("coupling", coupling, COUPLINGS)
+        self.noise = Noise()
+
+    def move(self, canvas: Canvas, y: Tensor, kept: Tensor, beyond: Tensor, inside: Tensor) -> Tensor:
+        assert self.record is not None
+        where = canvas.where(self.n, y.shape[1])
+        if self.coupling == "maximal":
+            weights = self.record.sub_(self.p).neg_().clamp_min_(0)
+            return redraw(y, kept, weights, canvas.source, where, inside)[0]
+        # Up to the run's end fresh numbers decide, never the noise, which the drafts tested there came from.
+        tokens = super().move(canvas, y, kept, beyond, inside & (beyond <= 0))
+        noise = self.noise.take(canvas, self.n, y.shape[1], self.p)
+        return torch.where(beyond > 0, gumbel_argmax(self.p, noise), tokens)
+
+    def first_token(self, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
+        if self.coupling == "maximal":
+            return super().first_token(canvas, q, rows, start)
+        return born_of_noise(self.noise, canvas, q, rows, start)
+
+
+class GumbelFixedPoint(SJD):
+    """Jacobi iteration on the map noise -> picture: the tokens are those AR sampling takes with the same Gumbel noise.
+
+    Every position takes argmax(log p + g); the run goes up to the first token that changed, whose context is final.
+    """
+
+    name = "gumbel_fixed_point"
+
+    def __init__(self, window: int = 32, birth: str = "uniform") -> None:
+        super().__init__(window, birth)
+        self.noise = Noise()
+
+    def test(self, canvas: Canvas, y: Tensor) -> Tensor:
+        self.taken = gumbel_argmax(self.p, self.noise.take(canvas, self.n, y.shape[1], self.p))
+        return self.taken == y
+
+    def move(self, canvas: Canvas, y: Tensor, kept: Tensor, beyond: Tensor, inside: Tensor) -> Tensor:
+        return self.taken
+
+    def first_token(self, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
+        return born_of_noise(self.noise, canvas, q, rows, start)
+
+
+def born_of_noise(noise: Noise, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
+    """Tokens (R, K) ~ q (R, K, V) by the noise of the positions from `start` on, which are in the coming window."""
+    held = noise.take(canvas, canvas.committed, max(canvas.ahead) + 1, q)
+    column = start - canvas.committed[rows.start]
+    return gumbel_argmax(q, held[rows, column : column + q.shape[1]])

@@ -1,0 +1,119 @@
+"""ChainHeads: one head that predicts every cell from the cells above it and the token to its left.
+
+A trunk reads states and embeddings of the three cells above (upper left, above, upper right), for a whole window in one
+call. The left token enters last and cheaply, through a gated layer of `rank` units whose input is a part per position
+plus a part per token:
+
+    t = W0 z + SwiGLU(RMSNorm(W0 z)),    u = GLU(C RMSNorm(t) + A e_left),    h_hat = t + M u
+
+So positions can be drafted left to right, each with its newest left token, for a small product a position: the final
+norm only scales and the LM head is linear, so logits(h_hat) = (L t + L M u) / rms(t + M u) with L the linear part of
+norm and head; L t comes with the trunk, and L M is computed once. Missing neighbours are zeros. The head never looks
+right of the left token, so a decoder may record its distribution as the law of a token drawn from it.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from heads.backbones.base import Backbone
+from heads.config import HeadsConfig
+from heads.grid import TokenGrid
+from heads.mtp import MTPHeads, OffsetHead, RMSNorm, TrainedOn
+
+ABOVE = ((-1, -1), (-1, 0), (-1, 1))
+"""Cells the trunk reads, (dy, dx) from the cell that is predicted."""
+NAME = "chain"
+
+
+class ChainHeads(MTPHeads):
+    """All cells but the first, each from the row above and its left token."""
+
+    kind = "chain"
+    fields = ("width", "rank")
+
+    def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
+        super().__init__()
+        config.check()
+        self.config, self.trained_on = config, trained_on
+        D = trained_on.hidden_size
+        self.rank = config.rank or max(1, D // 4)
+        self.grid = TokenGrid(*trained_on.grid)
+        self.trunk = OffsetHead(2 * D * len(ABOVE), D, config.width or D)
+        self.late_norm = RMSNorm(D)
+        self.late_trunk = nn.Linear(D, 2 * self.rank, bias=False)
+        self.late_left = nn.Linear(D, 2 * self.rank, bias=False)
+        self.late_down = nn.Linear(self.rank, D, bias=False)
+
+    @property
+    def names(self) -> list[str]:
+        return [NAME]
+
+    def train_pairs(self, grid: TokenGrid) -> dict[str, tuple[Tensor, Tensor]]:
+        """The left cell of every cell (in column 0 the cell above): the one a count table may look at."""
+        target = torch.arange(1, grid.positions)
+        source = torch.where(target % grid.width > 0, target - 1, target - grid.width)
+        return {NAME: (source, target)}
+
+    def predict(self, h: Tensor, e: Tensor, name: str) -> Tensor:
+        """States and embeddings (B, T, D) of a picture -> predicted states (B, T - 1, D) of all cells but the first."""
+        position = torch.arange(1, self.grid.positions, device=h.device)
+        index, inside = self.grid.around(position, ABOVE)
+        t, c = self.look(h[:, index], e[:, index], inside)
+        left = e[:, :-1] * (position % self.grid.width > 0).to(e.dtype)[:, None]
+        return t + self.late_down(self.enter(c, self.late_left(left)))
+
+    def look(self, h: Tensor, e: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
+        """h, e (..., 3, D) of the cells above, inside (..., 3) bool -> t (..., D) and C RMSNorm(t) (..., 2 r)."""
+        z = torch.cat([h, e.expand_as(h)], dim=-1) * inside[..., None].to(h.dtype)
+        t = self.trunk(z.flatten(-2))
+        return t, self.late_trunk(self.late_norm(t))
+
+    def enter(self, c: Tensor, left: Tensor) -> Tensor:
+        """The parts of position and left token (..., 2 r) -> the gated units u (..., r)."""
+        return nn.functional.glu(c + left, dim=-1)
+
+    def tables(self, backbone: Backbone) -> "ChainTables":
+        """What drafting needs of head and backbone together. Raises ValueError if the final norm is no RMS norm."""
+        return ChainTables(self, backbone)
+
+
+class ChainTables:
+    """The left token's part for every code, and L M: so a drafted position costs two small products."""
+
+    def __init__(self, heads: ChainHeads, backbone: Backbone) -> None:
+        self.heads, self.backbone = heads, backbone
+        codes = torch.arange(backbone.image_vocab_size, device=backbone.device)
+        left = heads.late_left(backbone.embed(codes))
+        self.left = torch.cat([left, torch.zeros_like(left[:1])])
+        """(V + 1, 2 r): row V is for column 0, which has no left token."""
+        down = heads.late_down.weight.T
+        self.down = torch.cat([self.linear(down), down], dim=-1)
+        """(r, V + D): M u and its logits before they are divided by the norm."""
+        self._check(down)
+
+    def linear(self, h: Tensor) -> Tensor:
+        """L h (..., V), times the root of D so that dividing by the plain norm of h gives the logits."""
+        h = h * 1e3  # far above the norm's epsilon
+        return self.backbone.logits(h) * torch.linalg.vector_norm(h, dim=-1, keepdim=True) / 1e3
+
+    def base(self, t: Tensor) -> Tensor:
+        """(..., D) -> (..., V + D): L t and t."""
+        return torch.cat([self.linear(t), t], dim=-1)
+
+    def logits(self, base: Tensor, u: Tensor) -> Tensor:
+        """base (R, V + D) of one position and its units (R, r) -> (R, V): the backbone's logits of t + M u."""
+        both = torch.addmm(base, u, self.down)
+        V = self.backbone.image_vocab_size
+        return both[:, :V] / torch.linalg.vector_norm(both[:, V:], dim=-1, keepdim=True)
+
+    def _check(self, down: Tensor) -> None:
+        t = down[: min(4, len(down))] * math.sqrt(down.shape[1]) / down.norm(dim=-1, keepdim=True)[:4]
+        u = torch.ones(len(t), len(down), device=t.device, dtype=t.dtype)
+        true, mine = self.backbone.logits(t + u @ down), self.logits(self.base(t), u)
+        tolerance = 2e-2 if down.dtype in (torch.bfloat16, torch.float16) else 1e-3
+        if (true - mine).abs().max() > tolerance * true.abs().max():
+            raise ValueError(
+                f"chain heads need a backbone whose final norm is a plain RMS norm; that of {self.backbone.name} is not"
+            )
