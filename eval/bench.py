@@ -1,210 +1,136 @@
 """Decoders side by side with AR, in one process: steps, seconds, acceptance, likelihood.
 
 python -m eval.bench heads=runs/emoji_ssd/heads images=16 out=runs/bench
+python -m eval.bench suite=all
+python -m eval.bench calibrate=true decoders=ssd_coupled
 """
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from eval.decoders import DecodeResult, Policy, Sampling, make_policy
-from eval.decoders.engine import run as decode
-from eval.decoders.randomness import SeededSource, Where
+from eval.calibrate import calibrate, windowed
+from eval.calibrate import table as calibrate_table
+from eval.chart import speed_chart
+from eval.decoders import Sampling
+from eval.measure import Part, Plan, Run, batches, interpolate, measure, speedup, step_cost
 from eval.metrics.likelihood import bootstrap, surprise
-from eval.setup import EvalConfig, Loaded, load, policies
+from eval.setup import DEMO_HEADS, Decoder, EvalConfig, Loaded, load, parse_decoders, spread
+from eval.suites import CALIBRATED, SHORT, SMOKE, every
 from heads.cli import key, main
 from heads.files import atomic, write_json
 from heads.run_folder import machine
 from heads.sheet import contact_sheet
-from heads.timing import timed
-
-SUITE = "ar,ssd:rounds=0,ssd:rounds=1,ssd:rounds=2,ssd:rounds=3,ssd:rounds=2:rows=2,ssd:rounds=5:rows=2:staged=4"
 
 
 @dataclass
 class BenchConfig(EvalConfig):
-    decoders: str = key(SUITE, "comma-separated; AR is always measured, first")
+    heads: str = key(
+        "auto",
+        "folders or hub ids of exported heads, one per kind, a,b; auto = runs/emoji_ssd/heads, "
+        "with suite=all also runs/emoji_chain/heads; '' = none",
+    )
+    suite: str = key("", "all = every decoder, 200 pictures of which 8 are timed, guidance 1 and 3; '' = a short list")
+    decoders: str = key("", "comma-separated, in place of the suite's; AR is always measured, first")
+    images: int = key(0, "pictures: the first N of the prompts, spread evenly; 0 = 8, or what the suite says")
+    timed: int = key(0, "pictures that are timed, spread evenly; 0 = all of them, or what the suite says")
     repeats: int = key(3, "timed passes over the pictures; medians are reported")
+    batch_size: int = key(1, "pictures drawn together while timing")
+    quality_batch: int = key(8, "pictures drawn together where nothing is timed")
+    guidances: list[float] = key(list, "several guidance scales, each in OUT/guidanceN; empty = `guidance`, or suite's")
+    calibrate: bool = key(False, "only print what each window costs, for the decoders that have one")
+    smoke: bool = key(False, "2 pictures, once, one guidance; of suite=all each decoder once with each kind of heads")
     columns: int = key(8, "pictures a row on the sheet")
-    out: str = key("runs/bench", "folder for bench.json and sheet.png")
+    out: str = key("runs/bench", "folder for bench.json, sheet.png and speed.png (or calibrate.json)")
 
 
-@dataclass
-class Run:
-    """One decoder over all prompts: the pictures, and per repeat the seconds an image took."""
+@dataclass(frozen=True)
+class Suite:
+    """What a name stands for; a key that is given wins."""
 
-    name: str
-    settings: dict[str, Any]
-    policy: Policy
-    results: list[DecodeResult]
-    seconds: list[float]
-
-    @property
-    def tokens(self) -> Tensor:
-        return torch.cat([r.tokens for r in self.results])
-
-    def total(self, name: str) -> float:
-        return sum(getattr(r.stats, name) for r in self.results)
+    decoders: str
+    smoke: str
+    images: int = 8
+    timed: int = 0
+    guidances: tuple[float, ...] = ()
+    heads: str = DEMO_HEADS["offsets"]
 
 
-def measure(
-    loaded: Loaded, chosen: Sequence[tuple[str, dict, Policy]], repeats: int, batch: int, seed: int
-) -> list[Run]:
-    """Draw all prompts with every decoder, `repeats` times; decoders take turns, so a slow minute hits all alike."""
-    runs = [Run(name, settings, policy, [], []) for name, settings, policy in chosen]
-    prompts = loaded.prompts
-    for run in runs:  # warm-up: first calls allocate and choose kernels
-        decode(
-            loaded.backbone, prompts[:batch], make_policy(run.name, **run.settings), loaded.sampling, loaded.heads, seed
-        )
-    with tqdm(total=len(runs) * repeats * len(prompts), desc="bench", unit="img") as bar:
-        for _ in range(repeats):
-            for run in runs:
-                run.results, begun = [], time.perf_counter()
-                for i in range(0, len(prompts), batch):
-                    part = prompts[i : i + batch]
-                    numbers = range(i, i + len(part))
-                    policy = make_policy(run.name, **run.settings)
-                    run.results.append(
-                        decode(loaded.backbone, part, policy, loaded.sampling, loaded.heads, seed, numbers)
-                    )
-                    bar.update(len(part))
-                run.seconds.append((time.perf_counter() - begun) / len(prompts))
-    return runs
+SUITES = {
+    "": Suite(SHORT, SHORT),
+    "all": Suite(every(), SMOKE, images=200, timed=8, guidances=(1.0, 3.0), heads=",".join(DEMO_HEADS.values())),
+}
 
 
-@torch.inference_mode()
-def step_cost(loaded: Loaded, batch: int = 1, repeats: int = 15) -> tuple[dict[int, float], dict[str, float] | None]:
-    """{L: median seconds of a forward over L image tokens, the cache half full}, and what drafting a row takes.
-
-    A drafted row is all a head costs in decoding: W cells through it, the final norm, LM head, the sampling pipeline
-    and the draw; `seconds` repeated alone, as the forwards are, and `seconds_in_loop` right behind a forward, which has
-    emptied the caches. None without heads.
-    """
-    backbone, heads, sampling = loaded.backbone, loaded.heads, loaded.sampling
-    grid, device = backbone.grid, backbone.device
-    half = max(1, grid.height // 2 * grid.width)
-    lengths = [
-        n for n in sorted({1, 2, 4, 8, 16, 32, grid.width, 2 * grid.width}) if n == 1 or half + n < grid.positions
-    ]
-    prompts = loaded.prompts[:batch]
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(backbone.image_vocab_size, (len(prompts), grid.positions), generator=generator).to(device)
-    state, _ = backbone.start(prompts, sampling.guidance)
-    first, source = [half] * len(prompts), SeededSource(0)
-    h = backbone.forward(state, tokens[:, :half], [0] * len(prompts))[:, :, : grid.width]
-    cells = h.shape[2]
-    times: dict[int, list[float]] = {n: [] for n in lengths}
-    alone: list[float] = []
-    in_loop: list[float] = []
-
-    def draft_row() -> None:
-        assert heads is not None
-        predicted = heads(h, backbone.embed(tokens[:, :cells]), heads.offsets[-1])  # type: ignore[index]
-        q = sampling.probabilities(backbone.logits(predicted))
-        source.draw(q, Where(range(len(prompts)), np.arange(cells), 0))
-
-    for _ in range(repeats):
-        for n in lengths:  # a forward follows one of its own length, as in decoding
-            for _ in range(3):
-                backbone.rollback(state, first)
-                seconds = timed(partial(backbone.forward, state, tokens[:, half : half + n], first), device)
-            times[n].append(seconds)
-            if heads is not None and n == grid.width:
-                in_loop.append(timed(draft_row, device))
-                alone.append([timed(draft_row, device) for _ in range(3)][-1])
-    cost = {n: median(t) for n, t in times.items()}
-    if heads is None or not alone:
-        return cost, None
-    forward = interpolate(cost, grid.width)
-    draft = {"seconds": median(alone), "seconds_in_loop": median(in_loop)}
-    return cost, {**draft, "share_of_forward": draft["seconds"] / forward}
-
-
-def interpolate(cost: dict[int, float], length: float) -> float:
-    """Seconds of a forward over `length` tokens, linear between the measured lengths."""
-    known = sorted(cost)
-    length = min(max(length, known[0]), known[-1])
-    high = next(n for n in known if n >= length)
-    low = max(n for n in known if n <= length)
-    share = 0.0 if high == low else (length - low) / (high - low)
-    return cost[low] + share * (cost[high] - cost[low])
-
-
-def row(run: Run, ar: Run, loaded: Loaded, cost: dict[int, float]) -> dict[str, Any]:
-    stats = [r.stats for r in run.results]
-    images = len(loaded.prompts)
-    parts = [
-        surprise(loaded.backbone, r.tokens, p, loaded.sampling)
-        for r, p in zip(run.results, _batches(run, loaded), strict=True)
-    ]
-    nll = torch.cat([n for n, _ in parts]).tolist()
-    excess = torch.cat([e for _, e in parts]).tolist()
-    nfe = mean(s.nfe for s in stats)
-    forwarded = mean(s.tokens_forwarded for s in stats)
-    hits: dict[str, list[int]] = {}
-    for s in stats:
-        for name, (good, all_) in s.drafted.items():
-            entry = hits.setdefault(name, [0, 0])
-            entry[0], entry[1] = entry[0] + good, entry[1] + all_
-    changed = [sum(s.changed[k] for s in stats) for k in (0, 1)]
-    ar_nfe = mean(r.stats.nfe for r in ar.results)
-    allowed = ar_nfe / nfe * cost[1] / interpolate(cost, forwarded / max(nfe - 1, 1))
-    return {
-        "decoder": run.name,
-        "settings": run.settings,
-        "exact": run.policy.exact,
-        "images": images,
-        "nfe": nfe,
-        "tokens_forwarded": forwarded,
-        "seconds_per_image": median(run.seconds),
-        "seconds_draft": run.total("seconds_draft") / images,
-        "seconds_forward": run.total("seconds_forward") / images,
-        "seconds_verify": run.total("seconds_verify") / images,
-        "speedup": median(a / b for a, b in zip(ar.seconds, run.seconds, strict=True)),
-        "speedup_allowed": allowed,
-        "nll": mean(nll),
-        "excess_surprise": bootstrap(excess),
-        "acceptance": {name: good / all_ for name, (good, all_) in hits.items()},
-        "change_rate": changed[0] / changed[1] if changed[1] else None,
-    }
-
-
-def _batches(run: Run, loaded: Loaded) -> list[list[str]]:
-    sizes = [len(r.tokens) for r in run.results]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [loaded.prompts[a : a + n] for a, n in zip(starts, sizes, strict=True)]
+def settle(config: BenchConfig) -> tuple[list[Decoder], list[Sampling], Plan]:
+    """Fill in what the suite and smoke say; what is to be done. Raises ValueError."""
+    if config.suite not in SUITES:
+        raise ValueError(f"suite is {config.suite!r}; use all, or name decoders=")
+    suite = SUITES[config.suite]
+    if config.calibrate:
+        if config.suite:
+            raise ValueError(f"suite is {config.suite!r}, but calibrate=true has its own list; name decoders=")
+        suite = Suite(CALIBRATED, CALIBRATED, timed=2)
+    if config.guidances and config.guidance != 1:
+        raise ValueError(f"guidance is {config.guidance:g} and guidances is {config.guidances}; give one of them")
+    for name in ("repeats", "columns", "batch_size", "quality_batch"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
+    config.images = config.images or suite.images
+    config.timed = config.timed or suite.timed
+    if config.timed < 0:
+        raise ValueError(f"timed is {config.timed}; use 0 for all pictures, or how many")
+    if config.heads == "auto":
+        config.heads = suite.heads
+    decoders = parse_decoders(config.decoders or (suite.smoke if config.smoke else suite.decoders))
+    if config.calibrate:
+        decoders = windowed(decoders)
+    else:
+        decoders = [*(d for d in decoders if d.name == "ar"), *(d for d in decoders if d.name != "ar")]
+        if decoders[0].name != "ar":
+            decoders = [Decoder("ar"), *decoders]
+    guidances = list(config.guidances)
+    if not guidances:
+        guidances = [config.guidance] if config.guidance != 1 or not suite.guidances else list(suite.guidances)
+    if len(set(guidances)) < len(guidances):
+        raise ValueError(f"guidances is {guidances}; each once is enough")
+    if config.smoke:
+        config.timed, config.repeats, config.batch_size, guidances = 2, 1, 2, guidances[:1]
+    config.guidance = guidances[0]
+    samplings = [Sampling(g, config.temperature, config.top_k, config.top_p) for g in guidances]
+    plan = Plan(
+        config.timed, config.repeats, config.batch_size, config.quality_batch, config.seed, warm_up=not config.smoke
+    )
+    return decoders, samplings, plan
 
 
 def bench(
     loaded: Loaded,
-    decoders: str,
+    decoders: Sequence[Decoder],
     out: Path,
+    plan: Plan,
     *,
     heads: str = "",
-    repeats: int = 3,
-    batch_size: int = 1,
-    seed: int = 0,
     columns: int = 8,
+    bar: tqdm | None = None,
 ) -> dict[str, Any]:
-    """Measure, write bench.json and sheet.png into `out`, return what bench.json holds."""
-    chosen = policies(decoders)
-    if not any(name == "ar" for name, _, _ in chosen):
-        chosen = [*policies("ar"), *chosen]
-    chosen.sort(key=lambda c: c[0] != "ar")
-    runs = measure(loaded, chosen, repeats, batch_size, seed)
-    grid = loaded.backbone.grid
-    cost, draft = step_cost(loaded, batch_size)
-    sampling: Sampling = loaded.sampling
+    """Measure (the first decoder is AR), write bench.json, sheet.png and speed.png into `out`.
+
+    Returns what bench.json holds.
+    """
+    images = len(loaded.prompts)
+    with nullcontext(bar) if bar is not None else progress(decoders, images, plan) as bar:
+        runs = measure(loaded, decoders, plan, bar)
+        scores = [score(loaded, run, plan.quality_batch, bar) for run in runs]
+    grid, sampling = loaded.backbone.grid, loaded.sampling
+    windows = [d.settings["window"] for d in decoders if "window" in d.settings]
+    cost, draft = step_cost(loaded, plan.batch_size, windows)
     report: dict[str, Any] = {
         "backbone": {"name": loaded.backbone.name, "fingerprint": loaded.backbone.fingerprint},
         "heads": heads,
@@ -216,20 +142,96 @@ def bench(
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
         },
-        "batch_size": batch_size,
-        "rows": [row(run, runs[0], loaded, cost) for run in runs],
+        "compiled": loaded.backbone.compiled,
+        "seed": plan.seed,
+        "batch_size": plan.batch_size,
+        "repeats": plan.repeats,
+        "rows": [row(run, runs[0], found, loaded, cost) for run, found in zip(runs, scores, strict=True)],
         "step_cost": {str(n): t for n, t in cost.items()},
         "draft_row": draft,
     }
     write_json(out / "bench.json", report)
-    shown = [loaded.tokenizer.pil(run.tokens[:columns]) for run in runs]
+    shown = spread(columns, images)
     labels = [
         f"{label(r)}\n{r['nfe']:.0f} steps, {law(r)}\n{r['seconds_per_image']:.2f} s, {r['speedup']:.1f}x"
         for r in report["rows"]
     ]
     with atomic(out / "sheet.png") as temporary:
-        contact_sheet(shown, labels, loaded.prompts[:columns]).save(temporary, "PNG")
+        pictures = [loaded.tokenizer.pil(run.tokens[shown]) for run in runs]
+        contact_sheet(pictures, labels, [loaded.prompts[i] for i in shown]).save(temporary, "PNG")
+    title = (
+        f"{loaded.backbone.name}, guidance {sampling.guidance:g}, {images} pictures, {report['rows'][0]['timed']} timed"
+    )
+    speed_chart(report["rows"], [label(r) for r in report["rows"]], title, out / "speed.png")
     return report
+
+
+def progress(decoders: Sequence[Decoder], images: int, plan: Plan, turns: int = 1) -> tqdm:
+    """A bar over every picture that is drawn, and every one whose likelihood is measured."""
+    total = turns * len(decoders) * (plan.pictures(images) + images)
+    return tqdm(total=total, desc="bench", unit="img", smoothing=0.05)
+
+
+def score(loaded: Loaded, run: Run, batch: int, bar: tqdm) -> tuple[list[float], list[float]]:
+    """Negative log-likelihood and excess surprise of every picture, nats a token."""
+    nll: list[float] = []
+    excess: list[float] = []
+    tokens = run.tokens
+    for numbers in batches(range(len(tokens)), batch):
+        prompts = [loaded.prompts[i] for i in numbers]
+        n, e = surprise(loaded.backbone, tokens[list(numbers)], prompts, loaded.sampling)
+        nll, excess = nll + n.tolist(), excess + e.tolist()
+        bar.update(len(numbers))
+    return nll, excess
+
+
+def row(
+    run: Run, ar: Run, scores: tuple[list[float], list[float]], loaded: Loaded, cost: dict[int, float]
+) -> dict[str, Any]:
+    stats = [part.result.stats for part in run.parts]
+    clocked = [part.result.stats for part in run.passes[-1]]
+    images = sum(len(part.numbers) for part in run.passes[-1])
+    nfe_timed = mean(s.nfe for s in clocked)
+    forwarded = mean(s.tokens_forwarded for s in clocked)
+    hits: dict[str, list[int]] = {}
+    for s in stats:
+        for name, (good, all_) in s.drafted.items():
+            entry = hits.setdefault(name, [0, 0])
+            entry[0], entry[1] = entry[0] + good, entry[1] + all_
+    changed = [sum(s.changed[k] for s in stats) for k in (0, 1)]
+    seconds = {
+        name: run.clocked(lambda part, name=name: getattr(part.result.stats, name)) / images  # type: ignore[misc]
+        for name in ("seconds_draft", "seconds_forward", "seconds_verify")
+    }
+    ar_nfe = mean(part.result.stats.nfe for part in ar.passes[-1])
+    steps = bootstrap(run.steps)
+    faster, interval = speedup(ar, run)
+    return {
+        "decoder": run.decoder.name,
+        "settings": run.decoder.settings,
+        "drafts": run.decoder.pick(loaded.heads),
+        "exact": run.decoder.exact,
+        "images": len(loaded.prompts),
+        "timed": images,
+        "nfe": mean(run.steps),
+        "nfe_interval": steps[1:],
+        "nfe_timed": nfe_timed,
+        "tokens_forwarded": forwarded,
+        "seconds_per_image": run.clocked(_seconds) / images,
+        **seconds,
+        "draft_share": seconds["seconds_draft"] / seconds["seconds_forward"],
+        "speedup": faster,
+        "speedup_interval": interval,
+        "speedup_allowed": ar_nfe / nfe_timed * cost[1] / interpolate(cost, forwarded / max(nfe_timed - 1, 1)),
+        "nll": mean(scores[0]),
+        "excess_surprise": bootstrap(scores[1]),
+        "acceptance": {name: good / all_ for name, (good, all_) in hits.items() if all_},
+        "change_rate": changed[0] / changed[1] if changed[1] else None,
+    }
+
+
+def _seconds(part: Part) -> float:
+    return part.seconds
 
 
 def law(row: dict[str, Any]) -> str:
@@ -242,15 +244,16 @@ def label(row: dict[str, Any]) -> str:
 
 def table(report: dict[str, Any]) -> str:
     """The rows as text, one line each."""
+    width = 2 + max(30, *(len(label(r)) for r in report["rows"]))
     lines = [
-        f"{'decoder':<32}{'law':>6}{'steps':>7}{'s/image':>9}{'speed-up':>10}{'allowed':>9}{'NLL':>7}"
+        f"{'decoder':<{width}}{'law':>5}{'steps':>7}{'s/image':>9}{'speed-up':>10}{'allowed':>9}{'NLL':>7}"
         f"{'excess surprise (95 %)':>26}{'changed':>9}"
     ]
     for r in report["rows"]:
         m, low, high = r["excess_surprise"]
         changed = "" if r["change_rate"] is None else f"{r['change_rate']:.1%}"
         lines.append(
-            f"{label(r):<32}{law(r):>6}{r['nfe']:>7.1f}{r['seconds_per_image']:>9.3f}{r['speedup']:>9.2f}x"
+            f"{label(r):<{width}}{law(r):>5}{r['nfe']:>7.1f}{r['seconds_per_image']:>9.3f}{r['speedup']:>9.2f}x"
             f"{r['speedup_allowed']:>8.2f}x{r['nll']:>7.2f}{f'{m:+.3f} ({low:+.3f} {high:+.3f})':>26}{changed:>9}"
         )
     cost = ", ".join(f"{n}: {1000 * t:.1f}" for n, t in report["step_cost"].items())
@@ -264,22 +267,27 @@ def table(report: dict[str, Any]) -> str:
 
 
 def run(config: BenchConfig) -> None:
-    chosen = policies(config.decoders)
-    if config.repeats < 1 or config.columns < 1:
-        raise ValueError(f"repeats is {config.repeats} and columns is {config.columns}; both need at least 1")
-    loaded = load(config, any(p.drafts_with for _, _, p in chosen))
-    report = bench(
-        loaded,
-        config.decoders,
-        Path(config.out),
-        heads=config.heads,
-        repeats=1 if config.smoke else config.repeats,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        columns=config.columns,
-    )
-    print(table(report))
-    print(f"{config.out}/bench.json, {config.out}/sheet.png")
+    decoders, samplings, plan = settle(config)
+    loaded = load(config, decoders)
+    images = len(loaded.prompts)
+    jobs = [
+        (replace(loaded, sampling=s), Path(config.out) / (f"guidance{s.guidance:g}" if len(samplings) > 1 else ""))
+        for s in samplings
+    ]
+    if config.calibrate:
+        for one, out in jobs:
+            print(calibrate_table(calibrate(one, decoders, out, plan)))
+            print(out / "calibrate.json")
+        return
+    reports = []
+    with progress(decoders, images, plan, len(jobs)) as bar:
+        for one, out in jobs:
+            reports.append(bench(one, decoders, out, plan, heads=config.heads, columns=config.columns, bar=bar))
+    for (one, out), report in zip(jobs, reports, strict=True):
+        if len(jobs) > 1:
+            print(f"guidance {one.sampling.guidance:g}")
+        print(table(report))
+        print(f"{out}/bench.json, {out}/sheet.png, {out}/speed.png")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """What `eval.generate` and `eval.bench` share: their keys, and loading backbone, heads and tokenizer from them."""
 
+import inspect
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,16 +15,24 @@ if not hasattr(data, "SPLITS"):
     raise ImportError(f"the package 'data' at {data.__path__} is not Draftgrid's; run where Draftgrid's comes first")
 
 from data.sources import read_prompts
-from eval.decoders import Policy, Sampling, make_policy
+from eval.decoders import DECODERS, DecodeResult, Policy, Sampling, make_policy
+from eval.decoders.engine import RowCallback
+from eval.decoders.engine import run as decode
 from heads.backbones import Backbone, load_backbone
 from heads.cli import key
+from heads.config import KINDS
+from heads.files import read_json
 from heads.mtp import MTPHeads
 from heads.tokenizers import ImageTokenizer, load_tokenizer
+
+DEMO_HEADS = {"offsets": "runs/emoji_ssd/heads", "chain": "runs/emoji_chain/heads"}
 
 
 @dataclass
 class EvalConfig:
-    heads: str = key("runs/emoji_ssd/heads", "folder or hub id of exported heads; '' = none (AR needs none)")
+    heads: str = key(
+        DEMO_HEADS["offsets"], "folders or hub ids of exported heads, one per kind, a,b; '' = none (AR needs none)"
+    )
     backbone: str = key("emoji", "folder of the backbone; emoji is the demo's own")
     adapter: str = key("", "the backbone's adapter; '' = what its draftgrid.json says")
     grid: list[int] = key(list, "[rows, columns]; empty = what the checkpoint says")
@@ -35,19 +46,69 @@ class EvalConfig:
     top_p: float = key(1.0, "keep the most likely tokens that hold this probability")
     seed: int = key(0, "same seed, same pictures")
     device: str = key("auto", "auto, cpu, cuda, cuda:1, ...")
+    compile: bool = key(False, "compile the backbone's decoding forward with torch.compile")
     smoke: bool = key(False, "2 pictures, once")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """One entry of a list of decoders: what it is called, and its settings as they were written."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    drafts: str = ""
+    """The kind of heads it was told to draft with; '' = the first it prefers of those that are loaded."""
+
+    def make(self) -> Policy:
+        """A fresh one: a policy draws one batch."""
+        return make_policy(self.name, **{k: v for k, v in self.settings.items() if k != "drafts"})
+
+    @property
+    def exact(self) -> bool:
+        return self.make().exact
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of heads it may get, best first; empty = it uses none."""
+        return (self.drafts,) if self.drafts else DECODERS[self.name].drafts_with
+
+    @property
+    def text(self) -> str:
+        """As one writes it on the command line."""
+        return ":".join([self.name, *(f"{k}={v}" for k, v in self.settings.items())])
+
+    def pick(self, loaded: Collection[str]) -> str | None:
+        """The kind of heads it drafts with, of those loaded."""
+        return next((kind for kind in self.kinds if kind in loaded), None)
 
 
 @dataclass
 class Loaded:
     backbone: Backbone
     tokenizer: ImageTokenizer
-    heads: MTPHeads | None
+    heads: dict[str, MTPHeads]
+    """By kind; only those that a decoder of the list drafts with."""
     prompts: list[str]
     sampling: Sampling = field(default_factory=Sampling)
 
+    def draw(
+        self, decoder: Decoder, numbers: Sequence[int], seed: int, callback: RowCallback | None = None
+    ) -> DecodeResult:
+        """The pictures of these numbers of the prompts, drawn together."""
+        return decode(
+            self.backbone,
+            [self.prompts[i] for i in numbers],
+            decoder.make(),
+            self.sampling,
+            self.heads.get(decoder.pick(self.heads) or ""),
+            seed,
+            numbers,
+            tokenizer=self.tokenizer,
+            callback=callback,
+        )
 
-def load(config: EvalConfig, needs_heads: bool) -> Loaded:
+
+def load(config: EvalConfig, decoders: Sequence[Decoder]) -> Loaded:
     """Check the cheap things first, then load. Raises ValueError."""
     sampling = Sampling(config.guidance, config.temperature, config.top_k, config.top_p)
     if config.smoke:
@@ -55,8 +116,6 @@ def load(config: EvalConfig, needs_heads: bool) -> Loaded:
     if config.images < 1 or config.batch_size < 1:
         raise ValueError(f"images is {config.images} and batch_size is {config.batch_size}; both need at least 1")
     prompts = choose(read_prompts(config.prompts), config.images)
-    if needs_heads and not config.heads:
-        raise ValueError("heads is empty, but a decoder in the list drafts with heads; set heads=DIR")
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,23 +125,79 @@ def load(config: EvalConfig, needs_heads: bool) -> Loaded:
         raise ValueError(f"grid is {config.grid}; use [rows, columns]")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {device!r}, but this machine has no GPU; use device=cpu")
+    folders = find_heads(config.heads, decoders)
     grid = (config.grid[0], config.grid[1]) if config.grid else None
     backbone = load_backbone(config.backbone, adapter=config.adapter or None, grid=grid, device=device)
-    heads = MTPHeads.from_pretrained(config.heads, backbone) if needs_heads else None
+    heads = {kind: MTPHeads.from_pretrained(folder, backbone) for kind, folder in folders.items()}
     tokenizer = load_tokenizer(config.tokenizer or config.backbone)
     backbone.check_codes(tokenizer.codebook_size)
+    if config.compile:
+        backbone.compile_decoding()
     return Loaded(backbone, tokenizer, heads, prompts, sampling)
+
+
+def find_heads(text: str, decoders: Sequence[Decoder]) -> dict[str, str]:
+    """'folder,folder' -> {kind: folder} of the heads these decoders draft with. Loads none.
+
+    Raises ValueError for a folder that is not there, two of one kind, or a decoder that has none to draft with.
+    """
+    drafting = [d for d in decoders if d.kinds]
+    if not drafting:
+        return {}
+    if not text:
+        raise ValueError("heads is empty, but a decoder in the list drafts with heads; set heads=DIR")
+    found: dict[str, str] = {}
+    # A folder's own name may hold a comma.
+    for folder in [text] if Path(text).is_dir() else [part.strip() for part in text.split(",")]:
+        kind = kind_at(folder)
+        if kind in found:
+            raise ValueError(f"heads names two folders of {kind} heads, {found[kind]} and {folder}; one is enough")
+        found[kind] = folder
+    for decoder in drafting:
+        if decoder.pick(found) is None:
+            raise ValueError(
+                f"decoder {decoder.text} drafts with {' or '.join(decoder.kinds)} heads, but heads={text} are "
+                f"{' and '.join(found)}; add a folder of them after a comma ({_maker(decoder.kinds[0])})"
+            )
+    used = {decoder.pick(found) for decoder in drafting}
+    return {kind: folder for kind, folder in found.items() if kind in used}
+
+
+def kind_at(folder: str) -> str:
+    """The kind of the heads in a folder or hub id. Raises ValueError, with the command that makes the demo's."""
+    config = Path(folder) / "config.json"
+    if config.is_file() and read_json(config).get("kind") in KINDS:
+        return str(read_json(config)["kind"])
+    try:
+        return MTPHeads.from_pretrained(folder).kind
+    except ValueError as error:
+        missing = [kind for kind, demo in DEMO_HEADS.items() if folder == demo]
+        raise ValueError(f"{error}; {_maker(missing[0])}" if missing else str(error)) from None
+
+
+def _maker(kind: str) -> str:
+    demo = DEMO_HEADS[kind]
+    return f"`python train.py recipe={Path(demo).parent.name}` makes {demo}"
 
 
 def choose(prompts: list[str], count: int) -> list[str]:
     """`count` prompts spread evenly over the list, repeated if the list is shorter."""
     if count >= len(prompts):
         return [prompts[i % len(prompts)] for i in range(count)]
-    return [prompts[i * len(prompts) // count] for i in range(count)]
+    return [prompts[i] for i in spread(count, len(prompts))]
 
 
-def parse_decoder(text: str) -> tuple[str, dict[str, Any]]:
-    """'ssd:rounds=2:rows=2' -> ('ssd', {'rounds': 2, 'rows': 2}). Raises ValueError if the decoder refuses it."""
+def spread(count: int, of: int) -> list[int]:
+    """`count` of the numbers 0 .. of - 1, as far apart as they go."""
+    count = min(count, of)
+    return [i * of // count for i in range(count)]
+
+
+def parse_decoder(text: str) -> Decoder:
+    """'ssd:rounds=2:rows=2' -> the decoder of that name and settings; `drafts=KIND` names the heads it gets.
+
+    Raises ValueError if the decoder refuses a setting.
+    """
     name, *parts = text.strip().split(":")
     settings: dict[str, Any] = {}
     for part in parts:
@@ -90,8 +205,13 @@ def parse_decoder(text: str) -> tuple[str, dict[str, Any]]:
         if not equals:
             raise ValueError(f"decoder {text!r}: {part!r} is not setting=value, as in ssd:rounds=2")
         settings[setting] = int(value) if re.fullmatch(r"-?\d+", value) else _number(value)
-    make_policy(name, **settings)
-    return name, settings
+    drafts = str(settings.get("drafts", ""))
+    decoder = Decoder(name, settings, drafts)
+    kinds = decoder.make().drafts_with
+    if "drafts" in settings and drafts not in kinds:
+        uses = f"{name} drafts with {' or '.join(kinds)} heads" if kinds else f"{name} drafts without heads"
+        raise ValueError(f"decoder {text!r}: drafts is {drafts!r}, but {uses}")
+    return decoder
 
 
 def _number(value: str) -> float | str:
@@ -101,10 +221,10 @@ def _number(value: str) -> float | str:
         return value
 
 
-def policies(text: str) -> list[tuple[str, dict[str, Any], Policy]]:
+def parse_decoders(text: str) -> list[Decoder]:
     """A comma-separated list of decoders."""
-    found = []
-    for part in text.split(","):
-        name, settings = parse_decoder(part)
-        found.append((name, settings, make_policy(name, **settings)))
-    return found
+    return [parse_decoder(part) for part in text.split(",")]
+
+
+def has_setting(decoder: Decoder, setting: str) -> bool:
+    return setting in inspect.signature(DECODERS[decoder.name]).parameters

@@ -89,14 +89,14 @@ class ChainTables:
         self.left = torch.cat([left, torch.zeros_like(left[:1])])
         """(V + 1, 2 r): row V is for column 0, which has no left token."""
         down = heads.late_down.weight.T
-        self.down = torch.cat([self.linear(down), down], dim=-1)
+        # Far above the norm's epsilon, which a column of M alone might not be.
+        self.down = torch.cat([self.linear(1e3 * down) / 1e3, down], dim=-1)
         """(r, V + D): M u and its logits before they are divided by the norm."""
         self._check(down)
 
     def linear(self, h: Tensor) -> Tensor:
         """L h (..., V), times the root of D so that dividing by the plain norm of h gives the logits."""
-        h = h * 1e3  # far above the norm's epsilon
-        return self.backbone.logits(h) * torch.linalg.vector_norm(h, dim=-1, keepdim=True) / 1e3
+        return self.backbone.logits(h) * torch.linalg.vector_norm(h, dim=-1, keepdim=True)
 
     def base(self, t: Tensor) -> Tensor:
         """(..., D) -> (..., V + D): L t and t."""

@@ -118,9 +118,10 @@ def model_card(module: HeadsModule, config: TrainConfig, metrics: dict[str, Any]
 
 
 def sheet(heads: Path, config: TrainConfig, folder: RunFolder) -> None:
-    """Draw held-out prompts with AR and SSD; writes DIR/sheet.png and DIR/bench.json and prints the table."""
+    """Draw held-out prompts with AR and the heads' decoder; writes DIR/sheet.png, speed.png and bench.json."""
     from eval.bench import bench, table
-    from eval.setup import EvalConfig, load
+    from eval.measure import Plan
+    from eval.setup import EvalConfig, load, parse_decoders
 
     s = config.sheet
     settings = EvalConfig(
@@ -134,5 +135,6 @@ def sheet(heads: Path, config: TrainConfig, folder: RunFolder) -> None:
         guidance=s.guidance,
         seed=config.seed,
     )
-    decoders = f"ar,ssd:rounds={s.rounds}"
-    print(table(bench(load(settings, True), decoders, folder.path, heads=str(heads), repeats=1, seed=config.seed)))
+    decoders = parse_decoders("ar,ssd_coupled" if config.heads.kind == "chain" else f"ar,ssd:rounds={s.rounds}")
+    plan = Plan(repeats=1, seed=config.seed)
+    print(table(bench(load(settings, decoders), decoders, folder.path, plan, heads=str(heads))))

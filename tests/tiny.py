@@ -1,5 +1,8 @@
-"""Small worlds whose answers are known: a tiny Emu3, a table backbone whose law can be enumerated, an oracle head."""
+"""Small worlds whose answers are known: a tiny Emu3, backbones made of tables, heads that say what we like, and a
+random source that walks a production decoder through every path it can take."""
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,15 +10,18 @@ import torch
 from torch import Tensor
 
 from eval.decoders import Policy, Sampling
+from eval.decoders.coupled import CoupledSSD
 from eval.decoders.engine import run
 from eval.decoders.randomness import Where
 from heads.backbones.base import Backbone
 from heads.backbones.emu3 import Emu3Backbone
 from heads.backbones.emu3_new import Emu3Size, new_emu3
 from heads.grid import Offset, TokenGrid
-from heads.mtp import HeadsConfig, MTPHeads, OffsetHeads, TrainedOn
+from heads.mtp import HeadsConfig, MTPHeads, OffsetHeads, TrainedOn, new_heads
 
 CAPTIONS = ["a red apple", "big dog, looking left", "blue"]
+Law = dict[tuple[int, ...], float]
+"""Chance of every picture that has one."""
 
 
 def tiny_emu3(
@@ -43,13 +49,16 @@ class TableBackbone(Backbone):
     """p(x_i | x_<i) from a table of random logits, one row per prefix; a state is its own logits.
 
     Fulfils the engine's side of the contract without a network, so that every path of a decoder can be enumerated, many
-    paths at once, each a sample of the batch.
+    paths at once, each a sample of the batch. `normed` puts an RMS norm before the logits, which chain heads need.
     """
 
     adapter = "table"
 
-    def __init__(self, grid: tuple[int, int], codes: int, seed: int = 0, spread: float = 1.5) -> None:
+    def __init__(
+        self, grid: tuple[int, int], codes: int, seed: int = 0, spread: float = 1.5, normed: bool = False
+    ) -> None:
         super().__init__()
+        self.spread, self.normed = spread, normed
         self.grid, self.image_vocab_size, self.hidden_size, self.name = TokenGrid(*grid), codes, codes, "table"
         generator = torch.Generator().manual_seed(seed)
         T = self.grid.positions
@@ -85,7 +94,7 @@ class TableBackbone(Backbone):
         raise AssertionError("a table is not loaded")
 
     def logits(self, h: Tensor) -> Tensor:
-        return h
+        return self.spread * torch.nn.functional.rms_norm(h, h.shape[-1:], eps=1e-12) if self.normed else h
 
     def row(self, prefix: Sequence[int]) -> int:
         """Place in the table; behind the picture's end the last row."""
@@ -117,16 +126,76 @@ class TableBackbone(Backbone):
             assert 0 <= k <= len(state.fed[b])
             del state.fed[b][k:]
 
-    def law(self, sampling: Sampling) -> dict[tuple[int, ...], float]:
+    def law(self, sampling: Sampling) -> Law:
         """The exact distribution over whole pictures, by the chain rule."""
-        law: dict[tuple[int, ...], float] = {(): 1.0}
+        law: Law = {(): 1.0}
         for _ in range(self.grid.positions):
-            step: dict[tuple[int, ...], float] = {}
+            step: Law = {}
             for prefix, weight in law.items():
-                p = sampling.probabilities(self.state_of(prefix)[None])
+                p = sampling.probabilities(self.logits(self.state_of(prefix))[None])
                 step |= {(*prefix, v): weight * float(p[v]) for v in range(self.image_vocab_size) if p[v] > 0}
             law = step
         return law
+
+
+def markov_table(grid: tuple[int, int], codes: int) -> TableBackbone:
+    """A normed table in which only the token before counts: (codes, codes) logits in `left_logits`."""
+    backbone = TableBackbone(grid, codes, normed=True)
+    backbone.left_logits = backbone.table[1 : codes + 1].clone()
+    for n in range(1, grid[0] * grid[1]):
+        rows = backbone.table[backbone.first[n] : backbone.first[n] + codes**n]
+        rows.copy_(backbone.left_logits.repeat(codes ** (n - 1), 1))
+    return backbone
+
+
+def network_law(backbone: Backbone, sampling: Sampling, prompt: str) -> Law:
+    """The same for a network: every picture there is, teacher-forced at once, without a cache."""
+    V, (H, W) = backbone.image_vocab_size, (backbone.grid.height, backbone.grid.width)
+    pictures = torch.tensor(list(itertools.product(range(V), repeat=H * W))).view(-1, H, W)
+    branches: list[str | None] = [prompt] if sampling.guidance == 1 else [prompt, None]
+    with torch.inference_mode():
+        h = torch.stack([backbone.states(pictures, [branch] * len(pictures))[0] for branch in branches])
+        p = sampling.probabilities(backbone.logits(h)).gather(-1, pictures[..., None]).flatten(1).prod(1)
+    found = zip(pictures.flatten(1).tolist(), p.tolist(), strict=True)
+    return {tuple(picture): weight for picture, weight in found if weight > 0}
+
+
+@dataclass
+class LocalState:
+    tokens: Tensor
+
+
+class LocalBackbone(TableBackbone):
+    """Flat pictures with local structure: p depends on the tokens to the left and above, both drawn from tables."""
+
+    def __init__(self, grid: tuple[int, int], codes: int, spread: float = 0.9) -> None:
+        super().__init__((1, 1), codes)
+        self.grid = TokenGrid(*grid)
+        generator = torch.Generator().manual_seed(0)
+        scale = spread / math.sqrt(2)
+        # Row `codes` is for a neighbour outside the picture.
+        self.left, self.above = scale * torch.randn(2, codes + 1, codes, generator=generator, dtype=torch.float64)
+
+    def state_at(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """tokens (B, T), position (B, L) -> (B, L, V) logits there."""
+        W, T = self.grid.width, self.grid.positions
+        position = position.clamp(max=T - 1)
+        none = torch.full_like(position, self.image_vocab_size)
+        left = torch.where(position % W > 0, tokens.gather(1, (position - 1).clamp(min=0)), none)
+        above = torch.where(position >= W, tokens.gather(1, (position - W).clamp(min=0)), none)
+        return self.left[left] + self.above[above]
+
+    def start(self, prompts: Sequence[str], guidance: float = 1.0) -> tuple[LocalState, Tensor]:  # type: ignore[override]
+        tokens = torch.zeros(len(prompts), 2 * self.grid.positions, dtype=torch.long)
+        return LocalState(tokens), self.state_at(tokens, torch.zeros_like(tokens[:, :1]))[None]
+
+    def forward(self, state: LocalState, tokens: Tensor, first: list[int]) -> Tensor:  # type: ignore[override]
+        position = torch.tensor(first)[:, None] + torch.arange(tokens.shape[1])
+        state.tokens.scatter_(1, position, tokens)
+        return self.state_at(state.tokens, position + 1)[None]
+
+    def rollback(self, state: LocalState, keep: list[int]) -> None:  # type: ignore[override]
+        """Nothing: what is fed again overwrites, and nobody looks ahead."""
 
 
 class ArbitraryHeads(OffsetHeads):
@@ -141,6 +210,47 @@ class ArbitraryHeads(OffsetHeads):
 
     def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:
         return (e.double() @ self.rows[offset]).expand_as(h)
+
+
+class TwistedHeads(OffsetHeads):
+    """Heads that know the table and say something else: the states of the target cell (the mean over what may stand in
+    between), changed by `twist`."""
+
+    def __init__(self, backbone: TableBackbone, config: HeadsConfig, twist: Callable[[Tensor], Tensor]) -> None:
+        MTPHeads.__init__(self)
+        self.config, self.trained_on = config, TrainedOn.of(backbone)
+        self.known, self.twist = backbone, twist
+
+    def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:
+        b = self.known
+        V, T, back = b.image_vocab_size, b.grid.positions, offset[0] * b.grid.width + offset[1]
+        rows = (h[..., None, :] == b.table).all(-1).int().argmax(-1)
+        tokens = e.expand_as(h).argmax(-1)
+        found = []
+        for row, token in zip(rows.flatten().tolist(), tokens.flatten().tolist(), strict=True):
+            n = max(m for m in range(T + 1) if b.first[m] <= row)  # length of the source's prefix
+            if n + back >= T:
+                found.append(torch.zeros(V, dtype=torch.float64))
+                continue
+            low = b.first[n + back] + ((row - b.first[n]) * V + token) * V ** (back - 1)
+            found.append(b.table[low : low + V ** (back - 1)].mean(0))
+        return self.twist(torch.stack(found).view(h.shape))
+
+
+def reversed_logits(h: Tensor) -> Tensor:
+    return -h
+
+
+def zero_at_the_mode(h: Tensor) -> Tensor:
+    return h.scatter(-1, h.argmax(-1, keepdim=True), -torch.inf)
+
+
+def random_chain_heads(backbone: Backbone, spread: float = 3.0, seed: int = 0) -> MTPHeads:
+    """Chain heads with arbitrary weights, large enough for every input to show."""
+    heads = new_heads(HeadsConfig(kind="chain"), backbone, seed).requires_grad_(False).to(backbone.dtype).eval()
+    for p in heads.parameters():
+        p.mul_(spread)
+    return heads
 
 
 class Path:
@@ -167,13 +277,18 @@ class Path:
 
 
 class Replay:
-    """A random source that follows one path per sample through the door of the production decoders."""
+    """A random source that follows one path per sample through the door of the production decoders.
 
-    def __init__(self, paths: Sequence[list[int]]) -> None:
+    `share` samples at a time walk one path together: the path of a joint law. Positions from `undrafted` on get no
+    draft: what is drawn there while drafting fills up a batch that is not in step, and is no branch of the path.
+    """
+
+    def __init__(self, paths: Sequence[list[int]], undrafted: int | None = None, share: int = 1) -> None:
         self.paths = [Path(list(choices)) for choices in paths]
+        self.undrafted, self.share = undrafted, share
 
     def _rows(self, where: Where) -> list[Path]:
-        return [self.paths[s] for s in where.sample]
+        return [self.paths[s // self.share] for s in where.sample]
 
     def accept(self, probability: Tensor, where: Where) -> Tensor:
         rows = [[min(1.0, a) if a == a else 0.0 for a in row] for row in probability.tolist()]
@@ -184,7 +299,9 @@ class Replay:
         return torch.tensor(chosen).view(probability.shape)
 
     def draw(self, weights: Tensor, where: Where, needed: Tensor | None = None) -> Tensor:
-        asked = torch.ones(weights.shape[:2], dtype=torch.bool) if needed is None else needed
+        asked = torch.ones(weights.shape[:2], dtype=torch.bool) if needed is None else needed.clone()
+        if self.undrafted is not None and where.visit % 2:
+            asked &= torch.as_tensor(where.position) < self.undrafted
         drawn = []
         for path, rows, row_asked in zip(self._rows(where), weights.tolist(), asked.tolist(), strict=True):
             for row, wanted in zip(rows, row_asked, strict=True):
@@ -198,26 +315,34 @@ class Replay:
 
 
 def enumerate_law(
-    backbone: TableBackbone,
+    backbone: Backbone,
     make: Callable[[], Policy],
     sampling: Sampling,
     heads: MTPHeads | None = None,
     tokenizer: object = None,
     batch: int = 400,
+    share: int = 1,
+    prompt: str = "x",
 ) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Every path of the production decoder, as (picture, chance); many at once, each a sample of one batch."""
+    """Every path of the production decoder, as (picture, chance); many at once, each a sample of one batch.
+
+    With `share` samples on a path the pictures come one behind the other.
+    """
     pending: list[list[int]] = [[]]
     while pending:
-        source = Replay([pending.pop() for _ in range(min(batch, len(pending)))])
-        prompts = ["x"] * len(source.paths)
-        result = run(backbone, prompts, make(), sampling, heads, source=source, tokenizer=tokenizer)  # type: ignore[arg-type]
-        for path, picture in zip(source.paths, result.tokens.flatten(1).tolist(), strict=True):
+        policy = make()
+        undrafted = backbone.grid.positions - 1 if isinstance(policy, CoupledSSD) else None
+        source = Replay([pending.pop() for _ in range(min(batch, len(pending)))], undrafted, share)
+        prompts = [prompt] * len(source.paths) * share
+        result = run(backbone, prompts, policy, sampling, heads, source=source, tokenizer=tokenizer)  # type: ignore[arg-type]
+        pictures = result.tokens.view(len(source.paths), -1).tolist()
+        for path, picture in zip(source.paths, pictures, strict=True):
             pending += path.open
             yield tuple(picture), path.weight
 
 
 def total_variation(paths: Iterable[tuple[tuple[int, ...], float]], law: Mapping[tuple[int, ...], float]) -> float:
-    found: dict[tuple[int, ...], float] = {}
+    found: Law = {}
     for picture, weight in paths:
         found[picture] = found.get(picture, 0.0) + weight
     assert abs(sum(found.values()) - 1) < 1e-9, "the paths do not add up to 1"

@@ -5,12 +5,12 @@ It never looks at a position itself or to its right: that is what makes q a lawf
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from eval.decoders.engine import Canvas, in_step
+from eval.decoders.engine import Canvas, Sliding, in_step
 from heads.chain import ABOVE, ChainHeads
 from heads.grid import Offset
 from heads.mtp import OffsetHeads
@@ -20,22 +20,25 @@ from heads.objective import at_least_fp32
 class Drafter(ABC):
     reach: int
     """Positions that may be opened at once: what lies further needs tokens that are only drafted in this window."""
+    serial: bool
+    """Whether q depends on the left token, so that positions are asked for one by one."""
 
     @abstractmethod
     def open(self, canvas: Canvas, first: Sequence[int], count: int) -> None:
         """Get ready for the positions first[b] .. first[b] + count - 1 of every sample."""
 
     @abstractmethod
-    def parts(self) -> Iterator[slice]:
-        """The opened positions' columns, in the pieces `q` gives them in."""
-
-    @abstractmethod
-    def q(self, part: slice, left: Tensor) -> Tensor:
-        """(B, K, V): draft distributions of these columns. left (B,): newest token before the first of them."""
+    def q(self, columns: slice, left: Tensor) -> Tensor:
+        """Draft distributions (B, K, V) of these of the opened columns, left (B, K) the tokens to their left."""
 
 
 class ChainDrafter(Drafter):
-    """Chain heads: the trunk once for all opened positions, then one position after the other."""
+    """Chain heads: the trunk for all opened positions at once, then one position after the other.
+
+    The trunk of a position whose cells above are committed never changes again, so it is kept while the window moves.
+    """
+
+    serial = True
 
     def __init__(self, canvas: Canvas, heads: ChainHeads) -> None:
         self.canvas, self.heads, self.tables = canvas, heads, heads.tables(canvas.backbone)
@@ -43,42 +46,45 @@ class ChainDrafter(Drafter):
         self.reach = max(1, grid.width - 1)
         self.around = grid.around(torch.arange(grid.positions, device=canvas.backbone.device), ABOVE)
         self.no_left = canvas.backbone.image_vocab_size
+        self.kept = Sliding(self._trunk)
 
-    def open(self, canvas: Canvas, first: Sequence[int], count: int) -> None:
+    def _trunk(self, first: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+        """(B, K, G, V + D) and (B, K, G, 2 r): what the tables add the left token's part to."""
+        canvas = self.canvas
         assert canvas.hidden is not None
-        W, T = canvas.grid.width, canvas.grid.positions
-        G, B = canvas.hidden.shape[:2]
+        T = canvas.grid.positions
         if len(set(first)) == 1 and first[0] + count <= T:
             index, inside = (x[first[0] : first[0] + count] for x in self.around)
             h, e = canvas.hidden[:, :, index], canvas.backbone.embed(canvas.tokens[:, index])
         else:
-            position = torch.tensor(first, device=canvas.tokens.device)[:, None] + torch.arange(
-                count, device=canvas.tokens.device
-            )
-            index, inside = (x[position.clamp(max=T - 1)] for x in self.around)
-            rows = torch.arange(B, device=index.device)[:, None, None]
+            start = torch.tensor(first, device=canvas.tokens.device)[:, None]
+            position = (start + torch.arange(count, device=start.device)).clamp_(max=T - 1)
+            index, inside = (x[position] for x in self.around)
+            rows = torch.arange(len(first), device=start.device)[:, None, None]
             h, e = canvas.hidden[:, rows, index], canvas.backbone.embed(canvas.tokens[rows, index])
         t, c = self.heads.look(h, e, inside)
-        # One row per branch and sample, one tensor per position: the loop below does nothing but its few products.
-        self.base = self.tables.base(t).flatten(0, 1).unbind(1)
-        self.c = c.flatten(0, 1).unbind(1)
-        self.G, self.B = G, B
-        edges = [[b for b, f in enumerate(first) if (f + s) % W == 0] for s in range(count)]
-        self.edges = edges
+        return self.tables.base(t).movedim(0, 2), c.movedim(0, 2)
 
-    def parts(self) -> Iterator[slice]:
-        return (slice(s, s + 1) for s in range(len(self.base)))
+    def open(self, canvas: Canvas, first: Sequence[int], count: int) -> None:
+        settled = [f == n for f, n in zip(first, canvas.committed, strict=True)]
+        base, c = self.kept.take(first, count) if all(settled) else self._trunk(first, count)
+        self.base, self.c = base, c
+        W = canvas.grid.width
+        self.edges = [[-f % W + k for k in range(0, count, W) if -f % W + k < count] for f in first]
 
-    def q(self, part: slice, left: Tensor) -> Tensor:
-        s = part.start
-        if self.edges[s]:
-            left = left.clone()
-            left[self.edges[s]] = self.no_left
-        a = self.tables.left[left]
-        if self.G > 1:
-            a = a.repeat(self.G, 1)
-        logits = self.tables.logits(self.base[s], self.heads.enter(self.c[s], a))
-        return self.canvas.sampling.probabilities(logits.view(self.G, self.B, 1, -1))
+    def q(self, columns: slice, left: Tensor) -> Tensor:
+        for b, edges in enumerate(self.edges):
+            for s in edges:
+                if columns.start <= s < columns.stop:  # the first cell of a row has no left neighbour
+                    left = left.clone()
+                    left[b, s - columns.start] = self.no_left
+        base, c = self.base[:, columns], self.c[:, columns]
+        B, K, G, _ = c.shape
+        if G > 1:
+            left = left[..., None].expand(-1, -1, G)
+        a = self.tables.left.index_select(0, left.reshape(-1))
+        logits = self.tables.logits(base.flatten(0, 2), self.heads.enter(c.flatten(0, 2), a))
+        return self.canvas.sampling.probabilities(logits.view(B, K, G, -1).movedim(2, 0))
 
 
 class OffsetDrafter(Drafter):
@@ -87,6 +93,8 @@ class OffsetDrafter(Drafter):
     Heads to the right read the newest committed cell; heads below read the row above, drafts included. Nothing here
     looks at left drafts, so all positions are drafted at once.
     """
+
+    serial = False
 
     def __init__(self, canvas: Canvas, heads: OffsetHeads) -> None:
         self.canvas, self.heads = canvas, heads
@@ -129,8 +137,5 @@ class OffsetDrafter(Drafter):
         cut = [(offset, max(low, first), min(high, end)) for offset, low, high in runs]
         return [run for run in cut if run[1] < run[2]]
 
-    def parts(self) -> Iterator[slice]:
-        yield slice(0, self.mean.shape[1])
-
-    def q(self, part: slice, left: Tensor) -> Tensor:
-        return self.mean[:, part]
+    def q(self, columns: slice, left: Tensor) -> Tensor:
+        return self.mean[:, columns]

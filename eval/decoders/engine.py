@@ -118,6 +118,39 @@ def in_step(*numbers: Sequence[int]) -> Iterator[tuple[slice, tuple[int, ...]]]:
         yield from ((slice(b, b + 1), n) for b, n in enumerate(each))
 
 
+class Sliding:
+    """Tensors with one entry a position of the window, made when a position enters and then moved along with it.
+
+    `make(first, count)` gives them for the positions first[b] .. first[b] + count - 1, each (B, count, ...).
+    """
+
+    def __init__(self, make: Callable[[Sequence[int], int], tuple[Tensor, ...]]) -> None:
+        self.make = make
+        self.first: list[int] = []
+        self.held: tuple[Tensor, ...] = ()
+
+    def take(self, first: Sequence[int], count: int) -> tuple[Tensor, ...]:
+        held = self.held[0].shape[1] if self.held else 0
+        old = self.first or [0] * len(first)
+        if held == count and old == list(first):
+            return self.held
+        reuse = [max(0, min(count, o + held - f)) if f >= o else 0 for o, f in zip(old, first, strict=True)]
+        begin = min(reuse)
+        found = self.held
+        if begin < count:
+            fresh = self.make([f + begin for f in first], count - begin)
+            found = tuple(x.new_empty(len(first), count, *x.shape[2:]) for x in fresh)
+            for x, new in zip(found, fresh, strict=True):
+                x[:, begin:] = new
+        else:
+            found = tuple(x.new_empty(len(first), count, *x.shape[2:]) for x in self.held)
+        for rows, (o, f, k) in in_step(old, first, reuse):
+            for x, before in zip(found, self.held, strict=bool(self.held)):
+                x[rows, :k] = before[rows, f - o : f - o + k]
+        self.first, self.held = list(first), found
+        return found
+
+
 class Canvas:
     """Everything known about the pictures being drawn. Positions count image tokens in raster order."""
 

@@ -14,38 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eval.decoders.engine import Canvas, Policy, in_step
+from eval.decoders.engine import Canvas, Policy, Sliding, in_step
 from eval.decoders.kernels import gumbel_argmax, keep, redraw
 from eval.decoders.settings import one_of, whole
+from heads.objective import at_least_fp32
 
 BIRTHS = ("uniform", "onehot", "left", "above")
 COUPLINGS = ("maximal", "gumbel")
-
-
-class Noise:
-    """Gumbel vectors of the window's positions, each hashed once, when its position enters."""
-
-    def __init__(self) -> None:
-        self.first: list[int] = []
-        self.held: Tensor | None = None
-
-    def take(self, canvas: Canvas, first: Sequence[int], count: int, like: Tensor) -> Tensor:
-        """(B, count, V) of the positions from first[b] on."""
-        if self.held is not None and self.first == list(first) and self.held.shape[1] == count:
-            return self.held
-        found = like.new_empty(len(first), count, like.shape[-1])
-        old = self.first or [0] * len(first)
-        held = 0 if self.held is None else self.held.shape[1]
-        reuse = [max(0, min(count, o + held - f)) if f >= o else 0 for o, f in zip(old, first, strict=True)]
-        for rows, (o, f, k) in in_step(old, first, reuse):
-            if k:
-                assert self.held is not None
-                found[rows, :k] = self.held[rows, f - o : f - o + k]
-            if k < count:
-                fresh = found[rows, k:]
-                fresh.copy_(canvas.source.gumbel(fresh, canvas.where([f + k] * len(fresh), count - k, rows)))
-        self.first, self.held = list(first), found
-        return found
 
 
 class SJD(Policy):
@@ -155,7 +130,9 @@ class SCD(SJD):
     def __init__(self, window: int = 32, birth: str = "uniform", coupling: str = "maximal") -> None:
         super().__init__(window, birth)
         self.coupling = one_of("coupling", coupling, COUPLINGS)
-        self.noise = Noise()
+
+    def begin(self, canvas: Canvas) -> None:
+        self.noise = gumbel_noise(canvas)
 
     def move(self, canvas: Canvas, y: Tensor, kept: Tensor, beyond: Tensor, inside: Tensor) -> Tensor:
         assert self.record is not None
@@ -165,7 +142,7 @@ class SCD(SJD):
             return redraw(y, kept, weights, canvas.source, where, inside)[0]
         # Up to the run's end fresh numbers decide, never the noise, which the drafts tested there came from.
         tokens = super().move(canvas, y, kept, beyond, inside & (beyond <= 0))
-        noise = self.noise.take(canvas, self.n, y.shape[1], self.p)
+        (noise,) = self.noise.take(self.n, y.shape[1])
         return torch.where(beyond > 0, gumbel_argmax(self.p, noise), tokens)
 
     def first_token(self, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
@@ -184,10 +161,13 @@ class GumbelFixedPoint(SJD):
 
     def __init__(self, window: int = 32, birth: str = "uniform") -> None:
         super().__init__(window, birth)
-        self.noise = Noise()
+
+    def begin(self, canvas: Canvas) -> None:
+        self.noise = gumbel_noise(canvas)
 
     def test(self, canvas: Canvas, y: Tensor) -> Tensor:
-        self.taken = gumbel_argmax(self.p, self.noise.take(canvas, self.n, y.shape[1], self.p))
+        (noise,) = self.noise.take(self.n, y.shape[1])
+        self.taken = gumbel_argmax(self.p, noise)
         return self.taken == y
 
     def move(self, canvas: Canvas, y: Tensor, kept: Tensor, beyond: Tensor, inside: Tensor) -> Tensor:
@@ -197,8 +177,20 @@ class GumbelFixedPoint(SJD):
         return born_of_noise(self.noise, canvas, q, rows, start)
 
 
-def born_of_noise(noise: Noise, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
+def gumbel_noise(canvas: Canvas) -> Sliding:
+    """The Gumbel vectors of the window's positions, (B, K, V)."""
+    dtype = at_least_fp32(canvas.backbone.logits(canvas.backbone.embed(canvas.tokens[:1, :1]))).dtype
+
+    def make(first: Sequence[int], count: int) -> tuple[Tensor]:
+        shape = (len(first), count, canvas.backbone.image_vocab_size)
+        like = torch.empty(shape, dtype=dtype, device=canvas.tokens.device)
+        return (canvas.source.gumbel(like, canvas.where(first, count)),)
+
+    return Sliding(make)
+
+
+def born_of_noise(noise: Sliding, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
     """Tokens (R, K) ~ q (R, K, V) by the noise of the positions from `start` on, which are in the coming window."""
-    held = noise.take(canvas, canvas.committed, max(canvas.ahead) + 1, q)
+    (held,) = noise.take(canvas.committed, max(canvas.ahead) + 1)
     column = start - canvas.committed[rows.start]
     return gumbel_argmax(q, held[rows, column : column + q.shape[1]])

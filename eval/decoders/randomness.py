@@ -7,7 +7,7 @@ once for all visits: that is what couples them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SMALL = 2048
-"""Up to so many weights a plain cumulative sum is faster than one in blocks."""
+"""Rows up to so long are searched in one go, longer ones in blocks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,14 +33,9 @@ class Where:
     visit: int
     """Two a step: even while verifying, odd while drafting; prefill = step 0."""
     purpose: str = "birth"
-    columns: slice | None = None
-    """Only these of the K positions: a loop over a window asks piece by piece, and the numbers are made at once."""
 
     def to(self, purpose: str) -> "Where":
-        return Where(self.sample, self.position, self.visit, purpose, self.columns)
-
-    def at(self, columns: slice) -> "Where":
-        return Where(self.sample, self.position, self.visit, self.purpose, columns)
+        return replace(self, purpose=purpose)
 
 
 class RandomSource(Protocol):
@@ -53,7 +48,7 @@ class RandomSource(Protocol):
         ...
 
     def gumbel(self, like: Tensor, where: Where) -> Tensor:
-        """Standard Gumbel noise of the shape of `like` (B, K, V): one vector a position, the same at every visit."""
+        """exp(g), g standard Gumbel noise of the shape of `like` (B, K, V): one vector a position for all visits."""
         ...
 
 
@@ -66,7 +61,7 @@ class SeededSource:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._made: dict[str, tuple[np.ndarray, int, Tensor]] = {}
+        self._places: Tensor | None = None
 
     def keys(self, where: Where) -> np.ndarray:
         """(B, K) uint64: the hash of everything but the place in the vocabulary."""
@@ -81,13 +76,7 @@ class SeededSource:
         return (self.keys(where) >> np.uint64(24)) * 2.0**-40
 
     def _numbers(self, where: Where, device: torch.device) -> Tensor:
-        if where.columns is None:
-            return torch.from_numpy(self.uniform(where)).to(device)
-        position, visit, made = self._made.get(where.purpose, (None, 0, None))
-        if position is not where.position or visit != where.visit or made is None:
-            made = torch.from_numpy(self.uniform(where)).to(device)
-            self._made[where.purpose] = (where.position, where.visit, made)
-        return made[:, where.columns]
+        return torch.from_numpy(self.uniform(where)).to(device)
 
     def accept(self, probability: Tensor, where: Where) -> Tensor:
         return self._numbers(where, probability.device) < probability
@@ -105,7 +94,7 @@ class SeededSource:
         if V <= SMALL:
             cumulative = weights.cumsum(-1, dtype=torch.float64)
             return _first_above(cumulative, u * cumulative[..., -1:]).squeeze(-1)
-        size = next(n for n in range(256, 0, -1) if V % n == 0)
+        size = block_size(V)
         blocks = weights.unflatten(-1, (V // size, size))
         cumulative = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
         target = u * cumulative[..., -1:]
@@ -119,14 +108,19 @@ class SeededSource:
 
     def gumbel(self, like: Tensor, where: Where) -> Tensor:
         key = torch.from_numpy(self.keys(where.to("gumbel")).view(np.int64)).to(like.device)
-        if where.columns is not None:
-            key = key[:, where.columns]
-        x = _mix_torch(key[..., None] ^ torch.arange(like.shape[-1], device=like.device) * _signed(GOLDEN))
-        exact = like.dtype == torch.float64
-        # Half a step above a multiple of 2^-53 (fp32: 2^-24): never 0 and never 1, so the noise is finite.
-        bits = 53 if exact else 24
-        u = ((x >> (64 - bits)) & ((1 << bits) - 1)).to(like.dtype).add_(0.5).mul_(2.0**-bits)
-        return u.clamp_(max=1 - torch.finfo(like.dtype).eps / 2).log_().neg_().log_().neg_()
+        V = like.shape[-1]
+        if self._places is None or self._places.shape[0] != V or self._places.device != key.device:
+            self._places = torch.arange(V, device=key.device) * _signed(GOLDEN)
+        x = _mix_torch(key[..., None] ^ self._places)
+        # exp(g) = 1 / E with E ~ Exp(1) = -log u. u is half a step above a multiple of 2^-bits: never 0 and never 1.
+        bits = 52 if like.dtype == torch.float64 else 23
+        u = (x >> (64 - bits)).to(like.dtype).add_(2.0 ** (bits - 1) + 0.5).mul_(2.0**-bits)
+        return u.log_().neg_().reciprocal_()
+
+
+def block_size(V: int) -> int:
+    """The largest divisor of V up to 256: a long row is searched block first, then inside one."""
+    return next(n for n in range(256, 0, -1) if V % n == 0)
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
@@ -150,14 +144,14 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _mix_torch(x: Tensor) -> Tensor:
-    """The same on a tensor of int64, whose products wrap and whose shifts carry the sign, which is masked off."""
-    x = (x ^ _shift(x, 30)) * _signed(MIX[0])
-    x = (x ^ _shift(x, 27)) * _signed(MIX[1])
-    return x ^ _shift(x, 31)
+    """The same in place on a tensor of int64, whose products wrap and whose shifts carry the sign, masked off."""
+    x.bitwise_xor_(_shift(x, 30)).mul_(_signed(MIX[0]))
+    x.bitwise_xor_(_shift(x, 27)).mul_(_signed(MIX[1]))
+    return x.bitwise_xor_(_shift(x, 31))
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _signed(x: int) -> int:

@@ -56,6 +56,7 @@ class Backbone(nn.Module, ABC):
     image_vocab_size: int
     name: str
     revision: str | None = None
+    compiled: bool = False
 
     # What an adapter writes ------------------------------------------------------------------------------------------
 
@@ -86,6 +87,10 @@ class Backbone(nn.Module, ABC):
     @abstractmethod
     def identity(self) -> dict[str, Tensor]:
         """The weights heads depend on: image rows of embedding and LM head, and the final norm."""
+
+    def step(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
+        """`trunk` while decoding: what `compile_decoding` compiles."""
+        return self.trunk(embeds, positions, mask, cache)
 
     # What all share --------------------------------------------------------------------------------------------------
 
@@ -161,6 +166,16 @@ class Backbone(nn.Module, ABC):
         if low < 0 or high >= self.image_vocab_size:
             raise ValueError(f"image tokens reach {low}..{high}; the backbone knows 0..{self.image_vocab_size - 1}")
 
+    def compile_decoding(self) -> None:
+        """Compile the decoding forward with torch.compile, for every decoder alike; the first forwards take a minute.
+
+        The cache is then read as a whole, whatever is in it, so that one graph serves every step. The prefill is not
+        compiled: its length is another for every prompt.
+        """
+        if not self.compiled:
+            self.compiled = True
+            self.step = torch.compile(self.step, dynamic=True)  # type: ignore[method-assign]
+
     @torch.inference_mode()
     def start(self, prompts: Sequence[str], guidance: float = 1.0) -> tuple[DecodeState, Tensor]:
         """Prefill: the prompts (and, with guidance != 1, as many unconditional ones) in one forward.
@@ -174,7 +189,8 @@ class Backbone(nn.Module, ABC):
         lengths = [len(i) for i in ids]
         longest = max(lengths)
         # A ragged window is padded behind its end; the pads need a place in the cache too.
-        cache = RaggedCache(self.layers, longest + 2 * self.grid.height * self.grid.stride)
+        capacity = longest + 2 * self.grid.height * self.grid.stride
+        cache = RaggedCache(self.layers, capacity, static=self.compiled)
         embeds = torch.zeros(len(rows), longest, self.hidden_size, dtype=self.dtype, device=self.device)
         for r, prompt in enumerate(ids):
             embeds[r, : lengths[r]] = self.embed_ids(prompt.to(self.device))
@@ -205,7 +221,7 @@ class Backbone(nn.Module, ABC):
         where = [p + begin[r % B] for r, p in enumerate(state.prompt_lengths)]
         positions = state.cache.aim(where, S, self.device)
         mask = state.cache.mask(positions, self.dtype)
-        h = self.trunk(embeds.repeat(G, 1, 1), positions, mask, state.cache)
+        h = self.step(embeds if G == 1 else embeds.repeat(G, 1, 1), positions, mask, state.cache)
         state.slots = end
         if S > L:
             position = torch.tensor(first, device=self.device)[:, None] + torch.arange(1, L + 1, device=self.device)

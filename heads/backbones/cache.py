@@ -51,8 +51,9 @@ class _Layer(CacheLayerMixin):
 class RaggedCache(Cache):
     """Call `aim` before each forward: it says where the coming tokens are written and how many slots are read."""
 
-    def __init__(self, layers: int, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, layers: int, capacity: int, static: bool = False) -> None:
+        """`static`: always read the whole buffer and write by index, so that shapes do not change from step to step."""
+        self.capacity, self.static = capacity, static
         self.write: Tensor | slice = slice(0, 0)
         self.seen = 0
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
@@ -62,7 +63,11 @@ class RaggedCache(Cache):
         self.seen = max(first) + length
         if self.seen > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} slots, the window ends at {self.seen}")
-        if len(set(first)) == 1:
+        if self.static:
+            self.seen = self.capacity
+            positions = torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)
+            self.write = positions
+        elif len(set(first)) == 1:
             self.write = slice(first[0], first[0] + length)
             positions = torch.arange(first[0], first[0] + length, device=device)[None]
         else:
@@ -72,7 +77,7 @@ class RaggedCache(Cache):
 
     def mask(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Additive (R or 1, 1, L, seen) mask: slot <= position. None where a single query sees every slot read."""
-        if positions.shape == (1, 1):
+        if positions.shape == (1, 1) and not self.static:
             return None
         hidden = torch.arange(self.seen, device=positions.device) > positions[:, None, :, None]
         return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(

@@ -137,19 +137,30 @@ class Emu3Backbone(Backbone):
         return self.text.embed_tokens(ids)
 
     def trunk(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache | None) -> Tensor:
+        if cache is not None:
+            return self._layers(embeds, positions, mask, cache)
         kept: list[Tensor] = []
         hook = self.text.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
         try:
-            self.text(
-                inputs_embeds=embeds,
-                position_ids=positions,
-                attention_mask=mask,
-                cache=cache,
-                use_cache=cache is not None,
-            )
+            self.text(inputs_embeds=embeds, position_ids=positions, attention_mask=mask, use_cache=False)
         finally:
             hook.remove()
         (h,) = kept
+        return h
+
+    def _layers(self, h: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
+        """The text model's layers without its norm. The mask is ours, so the model need not plan one; no hook, so that
+        the step compiles to one graph."""
+        rotary = self.text.rotary_emb(h, position_ids=positions)
+        for layer in self.text.layers:
+            h = layer(
+                h,
+                attention_mask=mask,
+                position_embeddings=rotary,
+                position_ids=positions,
+                cache=cache,
+                use_cache=True,
+            )
         return h
 
     def _image_rows(self, weight: Tensor) -> Tensor:

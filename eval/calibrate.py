@@ -1,0 +1,96 @@
+"""How long a window pays on this machine: steps fall as it grows, a forward costs more. Prints, and changes nothing.
+
+The window is a setting of the decoder and part of what a seed means, so nothing chooses it during a run.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from tqdm import tqdm
+
+from eval.measure import Plan, Run, measure
+from eval.setup import Decoder, Loaded, has_setting
+from heads.files import write_json
+
+WINDOWS = (4, 8, 12, 16, 24, 32, 48, 64)
+
+
+def windowed(decoders: Sequence[Decoder]) -> list[Decoder]:
+    """Those that have a window, each once and without it. Raises ValueError if none has one."""
+    found: dict[str, Decoder] = {}
+    for d in decoders:
+        if has_setting(d, "window"):
+            bare = Decoder(d.name, {k: v for k, v in d.settings.items() if k != "window"}, d.drafts)
+            found.setdefault(bare.text, bare)
+    if not found:
+        names = ", ".join(d.text for d in decoders)
+        raise ValueError(f"calibrate=true measures windows, but {names} has none; use e.g. decoders=scd,ssd_coupled")
+    return list(found.values())
+
+
+def calibrate(
+    loaded: Loaded, decoders: Sequence[Decoder], out: Path, plan: Plan, windows: Sequence[int] = WINDOWS
+) -> dict[str, Any]:
+    """Steps of all prompts and milliseconds a step at every window that the grid has room for.
+
+    Writes calibrate.json into `out` and returns what it holds.
+    """
+    fitting = [w for w in windows if w <= loaded.backbone.grid.positions]
+    sweep = {d.text: [Decoder(d.name, {**d.settings, "window": w}, d.drafts) for w in fitting] for d in decoders}
+    every = [d for variants in sweep.values() for d in variants]
+    with tqdm(total=len(every) * plan.pictures(len(loaded.prompts)), desc="calibrate", unit="img") as bar:
+        runs = iter(measure(loaded, every, plan, bar))
+    sampling = loaded.sampling
+    report: dict[str, Any] = {"guidance": sampling.guidance, "batch_size": plan.batch_size, "decoders": []}
+    for text, variants in sweep.items():
+        rows = [_row(next(runs)) for _ in variants]
+        best = min(rows, key=lambda r: r["seconds_per_image"])
+        report["decoders"].append({"decoder": text, "rows": rows, "best": best["setting"]})
+    write_json(out / "calibrate.json", report)
+    return report
+
+
+def _row(run: Run) -> dict[str, Any]:
+    forwards = sum(part.result.stats.nfe for part in run.passes[0])
+    forward, verify, draft, whole = (
+        run.clocked(value) / forwards
+        for value in (
+            lambda p: p.result.stats.seconds_forward,
+            lambda p: p.result.stats.seconds_verify,
+            lambda p: p.result.stats.seconds_draft,
+            lambda p: p.seconds,
+        )
+    )
+    calls = [len(part.numbers) for part in run.passes[0]]
+    together = sum(calls) / len(calls)
+    steps = mean(run.steps)
+    return {
+        "window": run.decoder.settings["window"],
+        "setting": run.decoder.text,
+        "steps": steps,
+        "seconds_forward": forward,
+        "seconds_draft": draft,
+        "seconds_verify": verify,
+        "seconds_per_step": whole,
+        "seconds_per_image": steps * whole / together,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """A block per decoder, a line per window, the quickest marked; and the setting to write."""
+    lines = []
+    for found in report["decoders"]:
+        lines.append(f"{found['decoder']}, guidance {report['guidance']:g}, {report['batch_size']} at a time")
+        lines.append(
+            f"{'window':>8}{'steps':>8}{'forward ms':>12}{'draft ms':>10}{'ms a step':>11}{'s/image, predicted':>20}"
+        )
+        for r in found["rows"]:
+            forward, draft, step = (1000 * r[f"seconds_{name}"] for name in ("forward", "draft", "per_step"))
+            lines.append(
+                f"{r['window']:>8}{r['steps']:>8.1f}{forward:>12.2f}{draft:>10.2f}{step:>11.2f}"
+                f"{r['seconds_per_image']:>20.3f}{'  <- best' if r['setting'] == found['best'] else ''}"
+            )
+        lines.append(f"write: {found['best']}")
+    return "\n".join(lines)

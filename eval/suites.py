@@ -1,0 +1,37 @@
+"""The lists of decoders that `eval.bench` knows by name."""
+
+from collections.abc import Iterator
+
+SHORT = "ar,ssd:rounds=0,ssd:rounds=1,ssd:rounds=2,ssd:rounds=3,ssd:rounds=2:rows=2,ssd:rounds=5:rows=2:staged=4"
+CALIBRATED = "scd,ssd_coupled"
+SMOKE = (
+    "ar,sjd,scd,gumbel_fixed_point,chain,ssd_coupled:drafts=chain,ssd_coupled:drafts=offsets,ssd,"
+    "ssd:rows_in_flight=2,gsd,lantern"
+)
+"""Of `every`, what smoke=true runs: each decoder once with every kind of heads."""
+
+
+def every() -> str:
+    """All decoders over their settings; needs offset and chain heads."""
+    return ",".join(_every())
+
+
+def _every() -> Iterator[str]:
+    yield "ar"
+    # Exact, without heads.
+    yield from (f"sjd:window={w}" for w in (16, 32))
+    yield from (f"sjd:window=16:birth={birth}" for birth in ("onehot", "left", "above"))
+    for coupling in ("maximal", "gumbel"):
+        yield from (f"scd:coupling={coupling}:window={w}" for w in (8, 16, 32, 64))
+    yield "gumbel_fixed_point:window=32"
+    # Exact, with heads.
+    yield "chain"
+    yield from (f"ssd_coupled:drafts=chain:window={w}" for w in (8, 16, 24, 32))
+    yield from (f"ssd_coupled:drafts=chain:coupling=maximal:window={w}" for w in (16, 32))
+    yield from (f"ssd_coupled:drafts=offsets:window={w}" for w in (16, 32))
+    # Lossy.
+    yield from (f"ssd:rounds={r}" for r in (0, 1, 2, 3))
+    yield from ("ssd:rounds=2:rows=2", "ssd:rounds=5:rows=2:staged=4")
+    yield from (f"ssd:rounds={r}:rows_in_flight={f}" for r, most in ((2, 3), (3, 4)) for f in range(2, most + 1))
+    yield from (f"gsd:group={group}" for group in (10, 50))
+    yield from (f"lantern:delta={delta}" for delta in (0.05, 0.2))

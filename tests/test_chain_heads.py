@@ -1,0 +1,162 @@
+"""Chain heads: what they read, the cheap way of drafting with them, exporting, and training."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from eval.decoders import decode
+from heads.chain import ABOVE, ChainHeads
+from heads.config import LossConfig
+from heads.module import HeadsModule, OptimConfig
+from heads.mtp import HeadsConfig, MTPHeads, new_heads
+from tests.tiny import random_chain_heads, tiny_emu3
+
+
+@pytest.fixture(scope="module")
+def world():
+    backbone = tiny_emu3((3, 4), double=True)
+    heads = random_chain_heads(backbone)
+    tokens = torch.randint(24, (2, 3, 4), generator=torch.Generator().manual_seed(0))
+    h, e = (s.flatten(1, 2) for s in backbone.states(tokens, ["blue", None]))
+    assert isinstance(heads, ChainHeads)
+    return backbone, heads, tokens.flatten(1), h, e
+
+
+def test_the_tables_give_the_backbones_logits_of_the_predicted_state(world) -> None:
+    backbone, heads, _, _, _ = world
+    tables = heads.tables(backbone)
+    generator = torch.Generator().manual_seed(1)
+    t = 5 * torch.randn(6, 32, generator=generator, dtype=torch.float64)
+    u = torch.randn(6, heads.rank, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(
+        tables.logits(tables.base(t), u), backbone.logits(t + heads.late_down(u)), rtol=1e-5, atol=1e-5
+    )
+
+
+def by_hand(heads: ChainHeads, h: Tensor, e: Tensor, y: int, x: int, H: int = 3, W: int = 4) -> Tensor:
+    """One cell's prediction from the formula, neighbours looked up one by one, zeros where there is none."""
+    cells = []
+    for dy, dx in ABOVE:
+        inside = 0 <= y + dy < H and 0 <= x + dx < W
+        at = (y + dy) * W + x + dx
+        cells += [h[at] if inside else torch.zeros_like(h[0]), e[at] if inside else torch.zeros_like(e[0])]
+    t = heads.trunk(torch.cat(cells))
+    left = e[y * W + x - 1] if x else torch.zeros_like(e[0])
+    up, gate = (heads.late_trunk(heads.late_norm(t)) + heads.late_left(left)).chunk(2)
+    return t + heads.late_down(up * torch.sigmoid(gate))
+
+
+def test_a_whole_picture_is_predicted_cell_by_cell_as_the_formula_says(world) -> None:
+    _, heads, _, h, e = world
+    predicted = heads.predict(h, e, "chain")
+    assert predicted.shape == (2, 11, 32)
+    for b in range(2):
+        for i in range(1, 12):
+            torch.testing.assert_close(predicted[b, i - 1], by_hand(heads, h[b], e[b], i // 4, i % 4))
+
+
+def test_a_prediction_looks_at_the_row_above_and_the_left_token_and_nothing_else(world) -> None:
+    """Cell (1, 1): changing any other state or embedding leaves its prediction as it is."""
+    _, heads, _, h, e = world
+    target = 1 * 4 + 1
+    reads_h, reads_e = {0, 1, 2}, {0, 1, 2, 4}
+    before = heads.predict(h, e, "chain")[:, target - 1]
+    for i in range(12):
+        for tensor, reads, arguments in ((h, reads_h, lambda c: (c, e)), (e, reads_e, lambda c: (h, c))):
+            changed = tensor.clone()
+            changed[:, i] += 1
+            same = torch.equal(heads.predict(*arguments(changed), "chain")[:, target - 1], before)
+            assert same == (i not in reads), i
+
+
+def test_targets_are_all_cells_but_the_first_and_sources_the_left_ones(world) -> None:
+    backbone, heads, *_ = world
+    source, target = heads.train_pairs(backbone.grid)["chain"]
+    assert target.tolist() == list(range(1, 12))
+    assert source.tolist() == [0, 1, 2, 0, 4, 5, 6, 4, 8, 9, 10]
+
+
+def test_drafts_at_temperature_zero_are_the_argmax_of_the_predictions(world) -> None:
+    """A decoder that commits its drafts untested would draw these; here the first window's births are read off."""
+    from eval.decoders import make_policy
+    from eval.decoders.engine import run
+    from eval.decoders.kernels import Sampling
+
+    backbone, heads, *_ = world
+    policy = make_policy("ssd_coupled", window=12)
+    seen: list[Tensor] = []
+    draft = policy.draft
+
+    def watched(canvas) -> None:
+        draft(canvas)
+        if not seen:
+            seen.append(canvas.tokens.clone())
+
+    policy.draft = watched  # type: ignore[method-assign]
+    run(backbone, ["blue"], policy, Sampling(temperature=0), heads)
+    (tokens,) = seen
+    # Only row 0 can be checked without the states of drafts: nothing is above it.
+    h, e = torch.zeros(12, 32, dtype=torch.float64), backbone.embed(tokens)[0]
+    for x in range(1, 4):
+        assert int(backbone.logits(by_hand(heads, h, e, 0, x)).argmax()) == int(tokens[0, x])
+
+
+class TestExport:
+    def test_round_trip_draws_the_same_and_the_config_says_what_they_are(self, tmp_path: Path) -> None:
+        backbone = tiny_emu3((3, 4))
+        heads = new_heads(HeadsConfig(kind="chain", rank=6, width=9), backbone, seed=3)
+        heads.save_pretrained(tmp_path / "heads")
+        config = json.loads((tmp_path / "heads" / "config.json").read_text())
+        assert (config["kind"], config["rank"], config["width"], config["offsets"]) == ("chain", 6, 9, ["chain"])
+        loaded = MTPHeads.from_pretrained(tmp_path / "heads", backbone)
+        assert isinstance(loaded, ChainHeads) and loaded.rank == 6
+        one, two = (decode(backbone, ["blue"], h, decoder="ssd_coupled").tokens for h in (heads, loaded))
+        assert torch.equal(one, two)
+
+    def test_another_backbone_is_refused(self, tmp_path: Path) -> None:
+        heads = new_heads(HeadsConfig(kind="chain"), tiny_emu3((3, 4)))
+        heads.save_pretrained(tmp_path / "heads")
+        with pytest.raises(ValueError, match="these heads belong to backbone"):
+            MTPHeads.from_pretrained(tmp_path / "heads", tiny_emu3((3, 4), codes=25))
+
+    @pytest.mark.parametrize("decoder", ["ssd", "chain"])
+    def test_decoders_of_offset_heads_refuse_them_in_one_sentence(self, decoder: str) -> None:
+        backbone = tiny_emu3((3, 4))
+        heads = new_heads(HeadsConfig(kind="chain"), backbone)
+        with pytest.raises(ValueError, match=f"decoder {decoder} drafts with offsets heads; these are chain"):
+            decode(backbone, ["blue"], heads, decoder=decoder)
+
+    @pytest.mark.parametrize(
+        "config,message",
+        [
+            (HeadsConfig(kind="chains"), "heads.kind is 'chains'; use one of offsets, chain"),
+            (HeadsConfig(kind="chain", rank=-1), "heads.rank is -1"),
+        ],
+    )
+    def test_wrong_settings_are_named(self, config: HeadsConfig, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            new_heads(config, tiny_emu3((3, 4)))
+
+
+def test_training_with_the_total_variation_term_raises_acceptance() -> None:
+    backbone = tiny_emu3((3, 4), spread=3.0)
+    heads = new_heads(HeadsConfig(kind="chain"), backbone)
+    module = HeadsModule(backbone, heads, OptimConfig(), loss=LossConfig(tv=1.0))
+    plain = HeadsModule(backbone, heads, OptimConfig())
+    tokens = decode(backbone, ["blue"] * 16, decoder="ar").tokens
+    h, e = backbone.states(tokens, ["blue"] * 16)
+    optimizer = torch.optim.Adam(heads.parameters(), 3e-3)
+
+    def rejected() -> float:
+        return float((module.loss(h, e) - plain.loss(h, e)).detach())
+
+    before = rejected()
+    assert 0 < before < 1
+    for _ in range(60):
+        optimizer.zero_grad()
+        module.loss(h, e).backward()
+        optimizer.step()
+    assert rejected() < 0.8 * before
