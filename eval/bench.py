@@ -19,7 +19,7 @@ from eval.calibrate import calibrate, windowed
 from eval.calibrate import table as calibrate_table
 from eval.chart import speed_chart
 from eval.decoders import Sampling
-from eval.measure import Part, Plan, Run, batches, interpolate, measure, speedup, step_cost
+from eval.measure import Part, Plan, Run, accept_cost, batches, interpolate, measure, speedup, step_cost
 from eval.metrics.likelihood import bootstrap, surprise
 from eval.setup import DEMO_HEADS, Decoder, EvalConfig, Loaded, load, parse_decoders, spread
 from eval.suites import CALIBRATED, SHORT, SMOKE, every
@@ -266,6 +266,14 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join([*lines, f"machine: {report['machine']}"])
 
 
+def accept_line(cost: dict[str, float]) -> str:
+    return (
+        f"accept step, 2 x 96 positions of 32,768 codes, in softmaxes of {1000 * cost['softmax_seconds']:.1f} ms: "
+        f"maximal {cost['maximal']:.1f}, gumbel {cost['gumbel']:.1f}; filters: top-k {cost['top_k']:.0f}, "
+        f"top-p {cost['top_p']:.0f}"
+    )
+
+
 def run(config: BenchConfig) -> None:
     decoders, samplings, plan = settle(config)
     loaded = load(config, decoders)
@@ -288,6 +296,10 @@ def run(config: BenchConfig) -> None:
             print(f"guidance {one.sampling.guidance:g}")
         print(table(report))
         print(f"{out}/bench.json, {out}/sheet.png, {out}/speed.png")
+    if config.suite == "all" and not config.smoke:
+        cost = accept_cost(loaded.backbone.device)
+        write_json(Path(config.out) / "accept_step.json", cost)
+        print(accept_line(cost))
 
 
 if __name__ == "__main__":

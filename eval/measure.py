@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.decoders import DecodeResult
+from eval.decoders import DecodeResult, Sampling
+from eval.decoders.kernels import gumbel_argmax, transport
 from eval.decoders.randomness import SeededSource, Where
 from eval.setup import Decoder, Loaded, spread
 from heads.grid import TokenGrid
@@ -194,3 +195,30 @@ def interpolate(cost: dict[int, float], length: float) -> float:
     low = max(n for n in known if n <= length)
     share = 0.0 if high == low else (length - low) / (high - low)
     return cost[low] + share * (cost[high] - cost[low])
+
+
+@torch.inference_mode()
+def accept_cost(device: torch.device, repeats: int = 9) -> dict[str, float]:
+    """What testing and redrawing a large window costs apart from the forward, in softmaxes of the same tensor.
+
+    B = 2 samples, L = 96 positions, V = 32,768 codes, fp32: `maximal` is the whole maximal-coupling step, `gumbel` its
+    redraw by noise that is there; `top_p` and `top_k` are the sampling pipeline with that filter, its sort included.
+    """
+    B, L, V = 2, 96, 32768
+    generator = torch.Generator().manual_seed(0)
+    logits, before = (3 * torch.randn(B, L, V, generator=generator) for _ in range(2))
+    logits, before = logits.to(device), (logits + before / 6).to(device)
+    p, q, noise = logits.softmax(-1), before.softmax(-1), torch.rand(B, L, V, generator=generator).to(device)
+    source, where = SeededSource(0), Where(range(B), np.arange(L), 0)
+    y = source.draw(q, where)
+    calls = {
+        "softmax": lambda: logits.softmax(-1),
+        "maximal": lambda: transport(y, q, p, source, where),
+        "gumbel": lambda: gumbel_argmax(p, noise),
+        "top_k": lambda: Sampling(top_k=1000).probabilities(logits[None]),
+        "top_p": lambda: Sampling(top_p=0.9).probabilities(logits[None]),
+    }
+    seconds = {name: median([timed(call, device) for _ in range(repeats)]) for name, call in calls.items()}
+    return {"softmax_seconds": seconds["softmax"]} | {
+        name: seconds[name] / seconds["softmax"] for name in ("maximal", "gumbel", "top_k", "top_p")
+    }

@@ -104,6 +104,48 @@ def test_drafts_at_temperature_zero_are_the_argmax_of_the_predictions(world) -> 
         assert int(backbone.logits(by_hand(heads, h, e, 0, x)).argmax()) == int(tokens[0, x])
 
 
+def test_drafting_position_by_position_says_what_the_whole_picture_is_predicted_to_be(world) -> None:
+    """The drafter's tables with true left tokens, both guidance branches, in and out of step, row ends included."""
+    from eval.decoders.drafters import ChainDrafter
+    from eval.decoders.engine import Canvas
+    from eval.decoders.kernels import Sampling
+    from eval.decoders.randomness import SeededSource
+
+    backbone, heads, tokens, h, e = world
+    tokens = tokens[:1].expand(2, -1)
+    branches, sampling = h[:, None].expand(-1, 2, -1, -1), Sampling(guidance=2.0)  # h is of prompt and no prompt
+    predicted = torch.stack([heads.predict(branch, e[:1].expand(2, -1, -1), "chain") for branch in branches])
+    expected = sampling.probabilities(backbone.logits(predicted))
+    for first in ([1, 1], [1, 5], [3, 4], [8, 6]):
+        canvas = Canvas(backbone, heads, sampling, SeededSource(0), [0, 1])
+        canvas.tokens, canvas.hidden, canvas.committed = tokens.clone(), branches, list(first)
+        drafter = ChainDrafter(canvas, heads)
+        drafter.open(canvas, first, drafter.reach)
+        for s in range(drafter.reach):
+            left = torch.stack([canvas.tokens[b, f + s - 1] for b, f in enumerate(first)])[:, None]
+            q = drafter.q(slice(s, s + 1), left)
+            for b, f in enumerate(first):  # the tables leave out the norm's epsilon, which row 0's small states show
+                torch.testing.assert_close(q[b, 0], expected[b, f + s - 1], rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["offsets", "chain"])
+def test_drafts_of_a_network_are_accepted_as_often_as_their_distributions_overlap(kind: str) -> None:
+    """One draft, at position 1: the share that passes its first test is 1 - TV(q, p) within 3 sigma."""
+    backbone, count = tiny_emu3((1, 3), codes=6, double=True, spread=3.0), 4000
+    heads = new_heads(HeadsConfig(right=1, down=0, kind=kind), backbone).double()
+    stats = decode(backbone, ["blue"] * count, heads, decoder="ssd_coupled", window=2, uniform=0.1).stats
+    pictures = torch.zeros(6, 1, 3, dtype=torch.long)
+    pictures[:, 0, 0] = torch.arange(6)
+    h, e = (s[:, 0] for s in backbone.states(pictures, ["blue"] * 6))
+    p = backbone.logits(h).softmax(-1)
+    drafted = heads.predict(h, e, heads.names[0])[:, 0]
+    q = 0.9 * backbone.logits(drafted).softmax(-1) + 0.1 / 6
+    overlap = float((p[0, 0] * torch.minimum(p[:, 1], q).sum(-1)).sum().detach())
+    hits, tests = stats.cells[:, 0, 1].tolist()
+    assert tests == count and 0.05 < overlap < 0.95
+    assert abs(hits / tests - overlap) < 3 * (overlap * (1 - overlap) / count) ** 0.5
+
+
 class TestExport:
     def test_round_trip_draws_the_same_and_the_config_says_what_they_are(self, tmp_path: Path) -> None:
         backbone = tiny_emu3((3, 4))
