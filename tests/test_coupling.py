@@ -189,23 +189,6 @@ class TestEveryDecoder:
         )
         assert torch.equal(one, two) and not torch.equal(one, other)
 
-    @pytest.mark.parametrize("grid", [(2, 5), (5, 2), (1, 7)])
-    def test_every_shape_of_picture_is_filled_and_greedy_is_greedy_ar(
-        self, world, decoder: str, settings: dict, grid: tuple[int, int]
-    ) -> None:
-        """At temperature 0 an exact decoder has one picture to draw, whatever its heads say."""
-        if decoder in ("ssd", "gsd", "lantern"):
-            pytest.skip("lossy")
-        backbone, vq = tiny_emu3(grid), world[2]
-        heads = {
-            "offsets": new_heads(HeadsConfig(right=min(2, grid[1] - 1), down=min(2, grid[0] - 1)), backbone),
-            "chain": random_chain_heads(backbone, spread=1.0),
-        }
-        greedy = decode(backbone, ["blue"], decoder="ar", temperature=0).tokens
-        for mine in of_kind(heads, decoder):
-            drawn = decode(backbone, ["blue"], mine, decoder=decoder, temperature=0, tokenizer=vq, **settings)
-            assert torch.equal(drawn.tokens, greedy) and drawn.tokens.shape == (1, *grid)
-
     def test_what_holds_at_every_step(self, world, decoder: str, settings: dict) -> None:
         """Committed tokens never change, commits add up, the cache holds what is final, records are laws."""
         backbone, heads, vq = world
@@ -233,6 +216,23 @@ class TestEveryDecoder:
         result = run(backbone, CAPTIONS, policy, PLAIN, of_kind(heads, decoder)[0], tokenizer=vq)
         assert seen[-1][0] == [grid.positions] * 3 and len(seen) == result.stats.nfe + 1
         assert int(result.tokens.min()) >= 0 and int(result.tokens.max()) < backbone.image_vocab_size
+
+
+@pytest.mark.parametrize("decoder,settings", [case for case in CASES if DECODERS[case[0]].exact])
+@pytest.mark.parametrize("grid", [(2, 5), (5, 2), (1, 7)])
+def test_every_shape_of_picture_is_filled_and_greedy_is_greedy_ar(
+    world, decoder: str, settings: dict, grid: tuple[int, int]
+) -> None:
+    """At temperature 0 an exact decoder has one picture to draw, whatever its heads say."""
+    backbone, vq = tiny_emu3(grid), world[2]
+    heads = {
+        "offsets": new_heads(HeadsConfig(right=min(2, grid[1] - 1), down=min(2, grid[0] - 1)), backbone),
+        "chain": random_chain_heads(backbone, spread=1.0),
+    }
+    greedy = decode(backbone, ["blue"], decoder="ar", temperature=0).tokens
+    for mine in of_kind(heads, decoder):
+        drawn = decode(backbone, ["blue"], mine, decoder=decoder, temperature=0, tokenizer=vq, **settings)
+        assert torch.equal(drawn.tokens, greedy) and drawn.tokens.shape == (1, *grid)
 
 
 def test_births_are_accepted_as_often_as_their_distributions_overlap() -> None:
