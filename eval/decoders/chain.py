@@ -25,7 +25,7 @@ class Chain(SJD):
 
     def begin(self, canvas: Canvas) -> None:
         assert isinstance(canvas.heads, OffsetHeads)
-        reach = max((dx for dy, dx in canvas.heads.offsets if dy == 0), default=0)
+        reach = canvas.heads.config.right
         if not reach:
             raise ValueError("decoder chain drafts with heads to the right; these have none (heads.right is 0)")
         self.length = min(self.length, reach)

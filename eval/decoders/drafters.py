@@ -98,8 +98,7 @@ class OffsetDrafter(Drafter):
 
     def __init__(self, canvas: Canvas, heads: OffsetHeads) -> None:
         self.canvas, self.heads = canvas, heads
-        self.right = max((dx for dy, dx in heads.offsets if dy == 0), default=0)
-        self.down = max((dy for dy, dx in heads.offsets if dx == 0), default=0)
+        self.right, self.down = heads.config.right, heads.config.down
         self.reach = canvas.grid.width
 
     def open(self, canvas: Canvas, first: Sequence[int], count: int) -> None:

@@ -71,9 +71,7 @@ class SSD(Policy):
 
     def begin(self, canvas: Canvas) -> None:
         assert isinstance(canvas.heads, OffsetHeads)
-        offsets = canvas.heads.offsets
-        self.right = max((dx for dy, dx in offsets if dy == 0), default=0)
-        self.down = max((dy for dy, dx in offsets if dx == 0), default=0)
+        self.right, self.down = canvas.heads.config.right, canvas.heads.config.down
         if self.rows > max(self.down, 1):
             raise ValueError(f"rows is {self.rows}, but the heads reach {self.down} row(s) down")
         self.parts: list[Part] = []
