@@ -1,50 +1,65 @@
 """Pictures + captions -> token shards, with an image tokenizer; the language model is never loaded.
 
     python -m data.encode source=emoji out=runs/data/emoji/train split=train shards=16
+    torchrun --nproc_per_node=8 -m data.encode source=hf:NAME@train tokenizer=DIR out=DIR shards=64
 
-Safe to stop at any moment: finished shards are kept, and the same command goes on to the same bytes.
+Safe to stop at any moment: finished shards are kept, and the same command goes on to the same bytes, whatever the
+number of processes. They share the folder and nothing else: process r of n encodes shards r, r + n, ...
 """
 
-import hashlib
+import json
+import os
+import shutil
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
-from data.shards import (
-    MANIFEST,
-    Manifest,
-    Sample,
-    Shard,
-    describe_shard,
-    read_manifest,
-    read_shard,
-    shard_name,
-    write_shard,
-)
-from data.sources import Item, Source, open_picture, open_source, pixels
+from data.shards import MANIFEST, Manifest, Sample, Shard, read_manifest, shard_name, write_shard
+from data.sources import FITS, NO_CAPTION, Item, Source, open_picture, open_source, pixels
 from heads.cli import key, main
-from heads.files import read_json, write_json
+from heads.files import read_json, write_json, write_text
 from heads.tokenizers import ImageTokenizer, load_tokenizer
 
-PLAN = "encode.json"
+PLAN = "plan.json"
+SKIPPED = "skipped.jsonl"
+PARTS = ".parts"
+"""Folder of what is known of each finished shard until the manifest is written."""
 MAX_BROKEN = 0.01
 
 
 @dataclass
 class EncodeConfig:
-    source: str = key("emoji", "emoji, or folder:PATH with captions in metadata.jsonl or .txt files")
+    source: str = key("emoji", "emoji; folder:PATH; wds:TARS (a folder, *.tar or {000..063}.tar); hf:NAME[@SPLIT]")
     out: str = key("runs/data/emoji/train", "folder for the shards and their manifest")
-    split: str = key("train", "train, validation or test; for a folder also all")
+    split: str = key("train", "train, validation or test; where the source has no splits of its own also all")
     shards: int = key(16, "number of shard files")
     tokenizer: str = key("emoji", "folder of an image tokenizer; emoji is the demo's own")
+    size: int = key(0, "side of the pictures in pixels; 0 = what the tokenizer was made for")
+    fit: str = key("crop", "how a picture is made square: crop (from the centre) or pad (with white)")
+    limit: int = key(0, "the first N pictures only; 0 = all")
+    image_column: str = key("", "hf: the column of pictures; '' = image, jpg, png or webp")
+    caption_column: str = key("", "hf: the column of captions; '' = caption, text or prompt")
+    streaming: str = key("auto", "hf: true reads rows as they arrive, false from disk; auto = true on the hub")
     copies: int = key(1, "emoji only: mirrored and shifted copies of a training picture, the original included")
     batch_size: int = key(64, "pictures encoded at once")
+    device: str = key("auto", "of the tokenizer: auto (each process its own GPU, if there is one), cpu, cuda:1, ...")
     seed: int = key(0, "order of the samples over the shards")
     overwrite: bool = key(False, "delete what another encode left in out")
     smoke: bool = key(False, "16 pictures only")
+
+
+@dataclass(frozen=True)
+class Skipped:
+    key: str
+    reason: str
 
 
 def encode(
@@ -56,67 +71,143 @@ def encode(
     shards: int = 16,
     batch_size: int = 64,
     seed: int = 0,
+    fit: str = "crop",
     limit: int | None = None,
     overwrite: bool = False,
     advice: str = "choose another out, or overwrite=true",
-) -> Manifest:
-    """Encode one split of a source into `out`. Returns the manifest.
+    rank: int = 0,
+    world: int = 1,
+) -> Manifest | None:
+    """Encode one split of a source into `out`. Returns the manifest (rank 0), or None.
 
-    Raises ValueError if another encode lies in `out`, if a picture list is empty, or if no picture or over 1 % of them
-    (and more than one) cannot be read.
+    Pictures that cannot be read and those without a caption are left out and listed in skipped.jsonl. Raises ValueError
+    if another encode lies in `out`, if there is no picture, or if none or more than 1 % (and more than one) of them
+    cannot be read.
     """
     out = Path(out)
-    if shards < 1:
-        raise ValueError(f"shards is {shards}; at least 1 is needed")
-    items = source.items(split)[:limit]
-    if not items:
-        raise ValueError(f"source {source.name} has no picture in split {split!r}")
-    order = np.random.default_rng(seed).permutation(len(items))
-    chunks = [[items[i] for i in part] for part in np.array_split(order, min(shards, len(items)))]
+    for name, value in (("shards", shards), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; at least 1 is needed")
+    if fit not in FITS:
+        raise ValueError(f"fit is {fit!r}; use {' or '.join(FITS)}")
+    count = source.count(split)
+    count = min(count, limit or count)
+    order = np.arange(count) if source.sequential else np.random.default_rng(seed).permutation(count)
+    chunks = np.array_split(order, min(shards, count))
     plan = {
         "source": source.name,
         "split": split,
         "tokenizer": tokenizer.fingerprint,
         "image_size": tokenizer.image_size,
+        "fit": fit,
         "shards": len(chunks),
-        "items": hashlib.sha256("\n".join(_identity(i) for c in chunks for i in c).encode()).hexdigest(),
+        "items": f"{count}:{seed}:{source.identity(split)}",
     }
-    claim(out, plan, overwrite, advice)
-    if (out / MANIFEST).is_file():
-        return read_manifest(out)
-    grid = (tokenizer.image_size // tokenizer.patch,) * 2
-    done: list[Shard] = []
-    broken: list[str] = []
-    skipped = 0
-    with tqdm(total=len(items), desc=f"encode {source.name} {split}", unit="img") as bar:
-        for index, chunk in enumerate(chunks):
-            path = out / shard_name(index)
-            ready = path.is_file()
-            samples = [s for s in read_shard(path) if isinstance(s, Sample)] if ready else []
-            if not ready:
-                samples = list(_encode(source.name, chunk, tokenizer, batch_size, broken))
-            skipped += len(chunk) - len(samples)
+    if rank == 0:
+        claim(out, plan, overwrite, advice)
+    else:
+        wait_for_plan(out, plan)
+    if not (out / MANIFEST).is_file():
+        _encode_share(source, tokenizer, out, split, chunks, range(rank, len(chunks), world), count, batch_size, fit)
+    if rank > 0:
+        return None
+    if not (out / MANIFEST).is_file():
+        parts = [_await(out, index) for index in range(len(chunks))]
+        skipped = [Skipped(*entry) for _, entries in parts for entry in entries]
+        check_skipped(skipped, count, count)
+        text = "".join(f'{{"key": {json.dumps(s.key)}, "reason": {json.dumps(s.reason)}}}\n' for s in skipped)
+        write_text(out / SKIPPED, text)
+        grid = (tokenizer.image_size // tokenizer.patch,) * 2
+        Manifest(
+            grid,
+            tokenizer.fingerprint,
+            tokenizer.codebook_size,
+            source.name,
+            source.licence,
+            split,
+            tuple(shard for shard, _ in parts),
+            len(skipped),
+        ).save(out)
+    shutil.rmtree(out / PARTS, ignore_errors=True)
+    return read_manifest(out)
+
+
+def _encode_share(
+    source: Source,
+    tokenizer: ImageTokenizer,
+    out: Path,
+    split: str,
+    chunks: Sequence[np.ndarray],
+    share: range,
+    count: int,
+    batch_size: int,
+    fit: str,
+) -> None:
+    """The shards of one process, one after the other; those that are there are kept."""
+    skipped: list[Skipped] = []
+    seen, begun, done = 0, 0.0, 0
+    of = f", process {share.start + 1} of {share.step}" if share.step > 1 else ""
+    with tqdm(total=sum(len(chunks[i]) for i in share), desc=f"encode {source.name} {split}{of}", unit="img") as bar:
+        for index in share:
+            chunk, finished = chunks[index], _finished(out, index)
+            seen += len(chunk)
+            if finished:
+                skipped += [Skipped(*entry) for entry in finished[1]]
+                bar.update(len(chunk))
+                continue
+            mine: list[Skipped] = []
+            samples: list[Sample] = []
+            for batch in _batches(source.take(split, chunk.tolist()), batch_size):
+                samples += _encode_batch(source.name, batch, tokenizer, fit, mine)
+                bar.update(len(batch))
+                if begun:
+                    done += len(batch)
+                begun = begun or time.perf_counter()
+            skipped += mine
             # Before the shard is written: with the pictures repaired, the same command goes on.
-            if skipped > max(1, MAX_BROKEN * len(items)) or skipped == len(items):
-                last = f"; last: {broken[-1]}" if broken else ""
-                raise ValueError(f"{skipped} of {len(items)} pictures cannot be read, more than 1 %{last}")
-            done.append(
-                describe_shard(path, len(samples)) if ready else write_shard(path, samples, tokenizer.codebook_size)
-            )
-            bar.update(len(chunk))
-    for line in broken:
-        tqdm.write(f"skipped: {line}")
-    manifest = Manifest(
-        grid, tokenizer.fingerprint, tokenizer.codebook_size, source.name, source.licence, split, tuple(done), skipped
-    )
-    manifest.save(out)
-    return manifest
+            check_skipped(skipped, seen, count)
+            shard = write_shard(out / shard_name(index), samples, tokenizer.codebook_size)
+            entries = [[s.key, s.reason] for s in mine]
+            write_json(out / PARTS / f"{shard_name(index)}.json", {"shard": asdict(shard), "skipped": entries})
+    for line in skipped:
+        tqdm.write(f"skipped: {line.key}: {line.reason}")
+    if done:
+        tqdm.write(f"{done / (time.perf_counter() - begun):.1f} pictures a second after the first batch{of}")
 
 
-def _identity(item: Item) -> str:
-    """What tells one picture to encode from another without opening it."""
-    size = item.path.stat().st_size if item.path.is_file() else -1
-    return f"{item.key} {item.caption} {size} {item.shift} {item.mirror}"
+def check_skipped(skipped: Sequence[Skipped], seen: int, count: int) -> None:
+    """Raises ValueError if nothing seen so far could be used, or too many of all `count` pictures cannot be read."""
+    broken = [s for s in skipped if s.reason != NO_CAPTION]
+    if len(broken) > max(1, MAX_BROKEN * count):
+        raise ValueError(f"{len(broken)} of {count} pictures cannot be read, more than 1 %; last: {broken[-1].reason}")
+    if len(skipped) == count:
+        reason = f"{len(broken)} cannot be read, {count - len(broken)} have no caption"
+        raise ValueError(
+            f"none of {count} pictures can be used: {reason}; last: {skipped[-1].key}: {skipped[-1].reason}"
+        )
+
+
+def _finished(out: Path, index: int) -> tuple[Shard, list[list[str]]] | None:
+    """What is known of a finished shard; None if it is not."""
+    path = out / PARTS / f"{shard_name(index)}.json"
+    if not path.is_file():
+        return None
+    part = read_json(path)
+    shard = Shard(**part["shard"])
+    tar = out / shard.file
+    return (shard, part["skipped"]) if tar.is_file() and tar.stat().st_size == shard.bytes else None
+
+
+def _await(out: Path, index: int) -> tuple[Shard, list[list[str]]]:
+    """The same once whoever is at it has finished."""
+    told = time.monotonic()
+    while True:
+        if finished := _finished(out, index):
+            return finished
+        if time.monotonic() - told > 60:
+            tqdm.write(f"waiting for another process to finish {shard_name(index)}")
+            told = time.monotonic()
+        time.sleep(0.2)
 
 
 def claim(out: Path, plan: dict, overwrite: bool, advice: str) -> None:
@@ -132,44 +223,80 @@ def claim(out: Path, plan: dict, overwrite: bool, advice: str) -> None:
         raise ValueError(f"{out} holds another encode ({differing}); {advice}")
     for path in held:
         path.unlink()
+    shutil.rmtree(out / PARTS, ignore_errors=True)
     write_json(out / PLAN, plan)
 
 
-def _encode(
-    source: str, chunk: Sequence[Item], tokenizer: ImageTokenizer, batch: int, broken: list[str]
+def wait_for_plan(out: Path, plan: dict, seconds: float = 60.0) -> None:
+    """Until process 0 has claimed `out` for this plan. Raises ValueError if it does not."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(ValueError):
+            if read_json(out / PLAN) == plan:
+                return
+        time.sleep(0.1)
+    raise ValueError(f"{out} was not claimed for this encode within {seconds:.0f} s; see what process 0 says")
+
+
+def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
+    while batch := list(islice(items, size)):
+        yield batch
+
+
+def _encode_batch(
+    source: str, items: Sequence[Item], tokenizer: ImageTokenizer, fit: str, skipped: list[Skipped]
 ) -> Iterator[Sample]:
-    for start in range(0, len(chunk), batch):
-        kept, pictures, sizes = [], [], []
-        for item in chunk[start : start + batch]:
-            try:
-                picture = open_picture(item, tokenizer.image_size)
-            except ValueError as error:
-                broken.append(str(error))
-                continue
+    kept, pictures = [], []
+    for item in items:
+        try:
+            if not item.caption:
+                raise ValueError(NO_CAPTION)
+            pictures.append(open_picture(item, tokenizer.image_size, fit))
             kept.append(item)
-            sizes.append(picture.info["original_size"])
-            pictures.append(picture)
-        if not kept:
-            continue
-        tokens = tokenizer.encode(pixels(pictures))
-        for item, size, codes in zip(kept, sizes, tokens.cpu().numpy(), strict=True):
-            yield Sample(item.key, codes, item.caption, {"source": source, "file": item.path.name, "size": size})
+        except ValueError as error:
+            skipped.append(Skipped(item.key, str(error)))
+    if not kept:
+        return
+    for item, picture, codes in zip(kept, pictures, tokenizer.encode(pixels(pictures)).cpu().numpy(), strict=True):
+        size = picture.info["original_size"]
+        yield Sample(item.key, codes, item.caption, {"source": source, "file": item.path.name, "size": size})
+
+
+def processes() -> tuple[int, int, int]:
+    """(rank, world, rank on this machine) as torchrun says."""
+    return tuple(int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))  # type: ignore[return-value]
 
 
 def run(config: EncodeConfig) -> None:
-    source = open_source(config.source, config.copies)
+    rank, world, local = processes()
+    device = config.device
+    if device == "auto":
+        device = f"cuda:{local % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    if config.limit < 0:
+        raise ValueError(f"limit is {config.limit}; use 0 (all) or more")
+    columns: dict[str, Any] = {"image": config.image_column, "caption": config.caption_column}
+    source = open_source(config.source, config.copies, **columns, streaming=config.streaming)
+    tokenizer = load_tokenizer(config.tokenizer, device)
+    tokenizer.image_size = config.size or tokenizer.image_size
+    if tokenizer.image_size < 1 or tokenizer.image_size % tokenizer.patch:
+        raise ValueError(f"size is {config.size}; this tokenizer needs a multiple of {tokenizer.patch} pixels")
     manifest = encode(
         source,
-        load_tokenizer(config.tokenizer),
+        tokenizer,
         config.out,
         config.split,
         shards=config.shards,
         batch_size=config.batch_size,
         seed=config.seed,
-        limit=16 if config.smoke else None,
+        fit=config.fit,
+        limit=16 if config.smoke else config.limit or None,
         overwrite=config.overwrite,
+        rank=rank,
+        world=world,
     )
-    print(f"{manifest.samples} samples in {len(manifest.shards)} shards ({manifest.skipped} skipped): {config.out}")
+    if manifest:
+        skipped = f"{manifest.skipped} skipped" + (f", see {SKIPPED}" if manifest.skipped else "")
+        print(f"{manifest.samples} samples in {len(manifest.shards)} shards ({skipped}): {config.out}")
 
 
 if __name__ == "__main__":

@@ -6,15 +6,19 @@ uint32), `KEY.txt` and `KEY.json`. Shards are written under temporary names; the
 
 import io
 import json
+import math
+import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from heads.files import atomic, read_json, sha256, write_json
+from data.places import is_url, join, read_bytes
+from heads.files import atomic, sha256, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -86,45 +90,57 @@ def describe_shard(path: Path, samples: int) -> Shard:
     return Shard(path.name, samples, path.stat().st_size, sha256(path))
 
 
-def read_manifest(folder: str | Path) -> Manifest:
-    """Raises ValueError if the folder holds no finished shard set or one of another format version."""
-    folder = Path(folder)
-    if not (folder / MANIFEST).is_file():
-        parts = len(list(folder.glob("shard-*.tar"))) if folder.is_dir() else 0
+def read_manifest(place: str | Path) -> Manifest:
+    """The manifest of a shard set at a folder or URL.
+
+    Raises ValueError if there is no finished shard set, or one of another format version.
+    """
+    name = join(place, MANIFEST)
+    try:
+        value = json.loads(read_bytes(name, "manifest"))
+    except FileNotFoundError:
+        folder = Path(place)
+        parts = len(list(folder.glob("shard-*.tar"))) if not is_url(place) and folder.is_dir() else 0
         state = f"holds {parts} shards of an unfinished encode" if parts else "holds no token shards"
-        raise ValueError(f"{folder} {state} (no {MANIFEST}); run: python -m data.encode source=... out={folder}")
-    value = read_json(folder / MANIFEST)
+        raise ValueError(
+            f"{place} {state} (no {MANIFEST}); run: python -m data.encode source=... out={place}"
+        ) from None
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+            raise ValueError(f"{name} is not valid JSON ({error}); it may be cut short") from None
+        raise
     if not isinstance(value, dict):
-        raise ValueError(f"{folder / MANIFEST} is not a token-shard manifest: it holds a {type(value).__name__}")
+        raise ValueError(f"{name} is not a token-shard manifest: it holds a {type(value).__name__}")
     if value.get("format") != FORMAT:
-        raise ValueError(f"{folder / MANIFEST}: format is {value.get('format')!r}; this version reads {FORMAT}")
+        raise ValueError(f"{name}: format is {value.get('format')!r}; this version reads {FORMAT}")
     try:
         shards = tuple(Shard(**s) for s in value.pop("shards"))
         return Manifest(shards=shards, grid=tuple(value.pop("grid")), **value)
     except (TypeError, KeyError) as error:
-        raise ValueError(f"{folder / MANIFEST} is not a token-shard manifest: {error}") from None
+        raise ValueError(f"{name} is not a token-shard manifest: {error}") from None
 
 
-def check_manifest(folder: str | Path, tokenizer: str, grid: tuple[int, int]) -> Manifest:
-    """The manifest, if its codes come from this tokenizer and fill this grid, and every shard file is there.
+def check_manifest(place: str | Path, tokenizer: str, grid: tuple[int, int]) -> Manifest:
+    """The manifest, if its codes come from this tokenizer and fill this grid, and every local shard file is there.
 
     Raises ValueError that names both sides otherwise.
     """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
+    manifest = read_manifest(place)
     if manifest.tokenizer != tokenizer:
         raise ValueError(
-            f"{folder} was encoded by tokenizer {manifest.tokenizer[:12]}, but this run uses {tokenizer[:12]}; "
+            f"{place} was encoded by tokenizer {manifest.tokenizer[:12]}, but this run uses {tokenizer[:12]}; "
             "encode the data again or name the right tokenizer"
         )
     if tuple(manifest.grid) != tuple(grid):
         raise ValueError(
-            f"{folder} holds {manifest.grid[0]}x{manifest.grid[1]} grids, but the backbone draws {grid[0]}x{grid[1]}"
+            f"{place} holds {manifest.grid[0]}x{manifest.grid[1]} grids, but the backbone draws {grid[0]}x{grid[1]}"
         )
     for shard in manifest.shards:
-        path = folder / shard.file
-        if not path.is_file():
+        path = Path(place) / shard.file
+        if not is_url(place) and not path.is_file():
             raise ValueError(f"{path} is missing, but {MANIFEST} lists it")
+    if not manifest.samples:
+        raise ValueError(f"{place} holds no sample")
     return manifest
 
 
@@ -136,41 +152,99 @@ class Broken:
     reason: str
 
 
-def read_shard(path: Path, expected: int | None = None) -> Iterator[Sample | Broken]:
-    """Samples in file order; what cannot be read comes as Broken, a truncated end included (up to `expected`)."""
-    import webdataset as wds
+SUFFIXES = ("tokens.npy", "txt", "json")
 
-    count = 0
-    reasons: list[str] = []
+
+@dataclass(frozen=True)
+class Index:
+    """Where the samples of a tar lie, found by reading its headers alone."""
+
+    keys: list[str]
+    """In file order; a key is a member's name up to the first dot, as in WebDataset."""
+    parts: np.ndarray
+    """(N, 3, 2) offset and bytes of each of a sample's SUFFIXES; offset 0 if it has none."""
+    damage: str = ""
+    """Why the tar could not be read to its end."""
+
+
+def members(file: IO[bytes], damage: list[str]) -> Iterator[tuple[str, str, int, int]]:
+    """(key, suffix, offset, bytes) of the files in an open tar, up to the first damage, which is told in `damage`."""
     try:
-        with open(path, "rb") as stream:
-            files = _until_broken(wds.tariterators.tar_file_iterator(stream), reasons)
-            for group in wds.tariterators.group_by_keys({**f, "__url__": str(path)} for f in files):
-                count += 1
-                yield _decode(group, path)
-    except (OSError, ValueError) as error:
-        reasons.append(str(error).replace("\n", " "))
-    reason = reasons[-1] if reasons else "missing from the shard"
-    for lost in range(count, expected or 0):
-        yield Broken(f"{path} sample {lost}", reason)
-
-
-def _until_broken(files: Iterator[dict[str, Any]], reasons: list[str]) -> Iterator[dict[str, Any]]:
-    """End a damaged tar quietly, so that the samples before the damage are not lost with it."""
-    try:
-        yield from files
+        file.seek(0)
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            while member := tar.next():
+                if member.isfile():
+                    folder, slash, name = member.name.rpartition("/")
+                    key, _, suffix = name.partition(".")
+                    yield folder + slash + key, suffix, member.offset_data, member.size
+                tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
     except (tarfile.TarError, EOFError, OSError, ValueError) as error:
-        reasons.append(str(error).replace("\n", " ") or type(error).__name__)
+        damage.append(str(error).replace("\n", " ") or type(error).__name__)
 
 
-def _decode(group: dict[str, Any], path: Path) -> Sample | Broken:
-    where = f"{path} sample {group['__key__']}"
+def read_index(file: IO[bytes]) -> Index:
+    """The index of an open tar, of what lies before the damage where there is any."""
+    keys: list[str] = []
+    parts: list[list[tuple[int, int]]] = []
+    damage: list[str] = []
+    for key, suffix, offset, size in members(file, damage):
+        if not keys or keys[-1] != key:
+            keys.append(key)
+            parts.append([(0, 0)] * len(SUFFIXES))
+        if suffix in SUFFIXES:
+            parts[-1][SUFFIXES.index(suffix)] = (offset, size)
+    return Index(keys, np.array(parts, np.int64).reshape(-1, len(SUFFIXES), 2), *damage)
+
+
+def read_sample(file: IO[bytes], where: str, index: Index, i: int, facts: bool = True) -> Sample | Broken:
+    """Sample i of an open tar, or why not; `facts` says whether its .json is read too."""
+    where = f"{where} sample {index.keys[i]}"
+    spans = index.parts[i, : 3 if facts else 2].tolist()
+    for suffix, (offset, _) in zip(SUFFIXES, spans, strict=False):
+        if not offset:
+            return Broken(where, f"no {suffix}" + (": no image tokens" if "npy" in suffix else ""))
     try:
-        tokens = np.load(io.BytesIO(group["tokens.npy"]), allow_pickle=False)
+        begin, end = min(o for o, _ in spans), max(o + n for o, n in spans)
+        held = os.pread(file.fileno(), end - begin, begin)
+        if len(held) < end - begin:
+            return Broken(where, "unexpected end of data")
+        array, caption, *rest = (held[o - begin : o - begin + n] for o, n in spans)
+        tokens = _array(array)
         if tokens.ndim != 2 or tokens.size == 0:
             return Broken(where, f"no image tokens: array of shape {tokens.shape}")
-        return Sample(group["__key__"], tokens, group["txt"].decode(), json.loads(group["json"]))
-    except KeyError as error:
-        return Broken(where, f"no {error.args[0]}: no image tokens" if "npy" in str(error) else f"no {error.args[0]}")
+        return Sample(index.keys[i], tokens, caption.decode(), json.loads(rest[0]) if facts else {})
     except Exception as error:  # of one flipped byte in a header numpy makes a TokenError, a TypeError or a BadZipFile
         return Broken(where, str(error).replace("\n", " ") or type(error).__name__)
+
+
+def read_shard(path: Path, expected: int | None = None) -> Iterator[Sample | Broken]:
+    """Samples in file order; what cannot be read comes as Broken, a truncated end included (up to `expected`)."""
+    count, damage = 0, "missing from the shard"
+    try:
+        with open(path, "rb") as file:
+            index = read_index(file)
+            count, damage = len(index.keys), index.damage or damage
+            for i in range(count if expected is None else min(count, expected)):
+                yield read_sample(file, str(path), index, i)
+    except OSError as error:
+        damage = str(error)
+    for lost in range(count, expected or 0):
+        yield Broken(f"{path} sample {lost}", damage)
+
+
+def _array(data: bytes) -> np.ndarray:
+    """np.load of one array without objects; the header, alike in all samples, is parsed once."""
+    begin = 10 + int.from_bytes(data[8:10], "little")
+    shape, dtype = _header(data[:begin])
+    return np.frombuffer(data, dtype, math.prod(shape), begin).reshape(shape)
+
+
+@lru_cache(maxsize=64)
+def _header(data: bytes) -> tuple[tuple[int, ...], np.dtype]:
+    stream = io.BytesIO(data)
+    if np.lib.format.read_magic(stream) != (1, 0):
+        raise ValueError("tokens.npy is not a .npy file of version 1.0")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    if fortran or dtype.hasobject:
+        raise ValueError("tokens.npy is in Fortran order or holds objects")
+    return shape, dtype

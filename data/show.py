@@ -5,14 +5,14 @@
 Prints what it holds and writes a contact sheet decoded from its codes.
 """
 
-from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
+from tqdm import tqdm
 
-from data.shards import Sample, check_manifest, read_manifest, read_shard
+from data.shards import Broken, check_manifest, read_manifest, read_shard
 from heads.cli import key, main
 from heads.files import atomic
 from heads.sheet import contact_sheet
@@ -35,26 +35,42 @@ def run(config: ShowConfig) -> None:
     if config.images < 1:
         raise ValueError(f"images is {config.images}; at least 1 is needed")
     manifest = check_manifest(folder, tokenizer.fingerprint, read_manifest(folder).grid)
-    samples = [s for shard in manifest.shards for s in read_shard(folder / shard.file) if isinstance(s, Sample)]
-    if not samples:
+    codes = np.zeros(manifest.codes, np.int64)
+    words: list[int] = []
+    shown: list[np.ndarray] = []
+    every = max(1, manifest.samples // config.images)
+    for shard in tqdm(manifest.shards, desc="read", unit="shard"):
+        for sample in read_shard(folder / shard.file):
+            if isinstance(sample, Broken):
+                continue
+            if len(words) % every == 0 and len(shown) < config.images:
+                shown.append(sample.tokens)
+            codes += np.bincount(sample.tokens.reshape(-1), minlength=manifest.codes)
+            words.append(len(sample.caption.split()))
+    if not words:
         raise ValueError(f"{folder} holds no readable sample")
-    codes: Counter[int] = Counter()
-    for sample in samples:
-        codes.update(sample.tokens.flatten().tolist())
-    words = sorted(len(s.caption.split()) for s in samples)
-    total = sum(codes.values())
-    print(f"{folder}: {len(samples)} samples in {len(manifest.shards)} shards, {manifest.skipped} skipped")
+    words.sort()
+    print(f"{folder}: {len(words)} samples in {len(manifest.shards)} shards, {manifest.skipped} skipped")
     print(f"  source {manifest.source}, split {manifest.split}; licence: {manifest.licence}")
     print(f"  grid {manifest.grid[0]}x{manifest.grid[1]}, tokenizer {manifest.tokenizer[:12]}, {manifest.codes} codes")
     print(f"  words a caption: {words[0]} to {words[-1]}, median {words[len(words) // 2]}")
-    frequent = ", ".join(f"{c} {n / total:.1%}" for c, n in codes.most_common(5))
-    print(f"  {len(codes)} codes used; most frequent: {frequent}")
-    shown = list(islice(samples[:: max(1, len(samples) // config.images)], config.images))
-    pictures = tokenizer.pil(torch.stack([torch.from_numpy(s.tokens.astype("int64")) for s in shown]))
+    frequent = ", ".join(f"{c} {codes[c] / codes.sum():.1%}" for c in codes.argsort()[::-1][:5])
+    print(f"  {np.count_nonzero(codes)} codes used; most frequent: {frequent}")
+    print(f"  codes by thirds of the codebook, most frequent first: {_thirds(codes)}")
+    if manifest.sampling:
+        settings = (f"{k} {v}" for k, v in manifest.sampling.items() if k not in ("backbone", "heads"))
+        print(f"  drawn by {', '.join(settings)}")
+    pictures = tokenizer.pil(torch.from_numpy(np.stack(shown).astype(np.int64)))
     path = Path(config.out) / "sheet.png"
     with atomic(path) as temporary:
         contact_sheet([pictures[i : i + 8] for i in range(0, len(pictures), 8)]).save(temporary, "PNG")
     print(f"  contact sheet: {path}")
+
+
+def _thirds(codes: np.ndarray) -> str:
+    """How much of all tokens the most, the middling and the least frequent third of the codes make up."""
+    parts = np.array_split(np.sort(codes)[::-1], 3)
+    return ", ".join(f"{part.sum() / codes.sum():.1%}" for part in parts)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Prompts -> PNGs and a sheet, with any decoder.
+"""Prompts -> PNGs and a sheet, with any decoder; or token shards to train on, with any exact one.
 
 python -m eval.generate prompt="a red apple" heads=runs/emoji_ssd/heads decoder=ssd:rounds=2 out=runs/pictures
+python -m eval.generate prompts=FILE decoder=scd save=shards shards=64 batch_size=8 out=runs/own/train
 """
 
 import re
@@ -8,8 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
+from data.encode import processes
+from data.sources import read_prompts
+from eval.distill import check_exact, distill
 from eval.setup import EvalConfig, load, parse_decoders
 from heads.cli import key, main
 from heads.files import atomic, write_json
@@ -18,11 +23,14 @@ from heads.sheet import contact_sheet
 
 @dataclass
 class GenerateConfig(EvalConfig):
-    images: int = key(0, "pictures; 0 = one of `prompt`, or 8 of `prompts`")
+    images: int = key(0, "pictures; 0 = one of `prompt`, or 8 of `prompts`, or with save=shards one of each")
     prompt: str = key("", "one prompt; '' = draw the prompts of `prompts`")
     decoder: str = key("ssd:rounds=2", "name:setting=value:..., e.g. ar, ssd:rounds=2:rows=2, ssd_coupled:drafts=chain")
     scale: int = key(4, "pixels are enlarged so many times")
-    out: str = key("runs/pictures", "folder for the PNGs, sheet.png and pictures.json")
+    save: str = key("pictures", "pictures, or shards: token shards to train on, resumable, also under torchrun")
+    shards: int = key(16, "save=shards: number of shard files")
+    overwrite: bool = key(False, "save=shards: delete what else lies in out")
+    out: str = key("runs/pictures", "folder for the PNGs, sheet.png and pictures.json, or for the shards")
 
 
 def run(config: GenerateConfig) -> None:
@@ -32,11 +40,25 @@ def run(config: GenerateConfig) -> None:
     (decoder,) = chosen
     if config.scale < 1:
         raise ValueError(f"scale is {config.scale}; it enlarges, so at least 1")
+    if config.save not in ("pictures", "shards"):
+        raise ValueError(f"save is {config.save!r}; use pictures or shards")
+    if config.save == "shards":
+        check_exact(decoder)
+        config.images = config.images or (1 if config.prompt else len(read_prompts(config.prompts)))
+        _, world, local = processes()
+        if world > 1 and config.device == "auto" and torch.cuda.is_available():
+            config.device = f"cuda:{local % torch.cuda.device_count()}"
     config.images = config.images or (1 if config.prompt else 8)
     loaded = load(config, chosen)
     if config.prompt:
         loaded.prompts = [config.prompt] * config.images
     out = Path(config.out)
+    if config.save == "shards":
+        settings = {"seed": config.seed, "batch_size": config.batch_size, "shards": config.shards}
+        manifest = distill(loaded, decoder, out, **settings, overwrite=config.overwrite)
+        if manifest:
+            print(f"{manifest.samples} samples in {len(manifest.shards)} shards: {out}")
+        return
     records, pictures = [], []
     prompts, grid = loaded.prompts, loaded.backbone.grid
     with tqdm(total=len(prompts) * grid.height, desc=f"draw with {decoder.name}", unit="row") as bar:

@@ -1,10 +1,11 @@
 """ChainHeads: one head that predicts every cell from the cells above it and the token to its left.
 
-A trunk reads states and embeddings of the three cells above (upper left, above, upper right), for a whole window in one
-call. The left token enters last and cheaply, through a gated layer of `rank` units whose input is a part per position
-plus a part per token:
+A trunk reads states and embeddings of three cells of the row above (right above and the two to its right, whose states
+have read what lies left of them), each squeezed to `cell` numbers, for a whole window in one call. The left token
+enters last and cheaply, through a gated layer of `rank` units whose input is a part per position plus one per token:
 
-    t = W0 z + SwiGLU(RMSNorm(W0 z)),    u = GLU(C RMSNorm(t) + A e_left),    h_hat = t + M u
+    z = [P (h; e) of each cell],    t = W0 z + SwiGLU(RMSNorm(W0 z)),    u = GLU(C RMSNorm(t) + A e_left),
+    h_hat = t + M u
 
 So positions can be drafted left to right, each with its newest left token, for a small product a position: the final
 norm only scales and the LM head is linear, so logits(h_hat) = (L t + L M u) / rms(t + M u) with L the linear part of
@@ -22,7 +23,7 @@ from heads.config import HeadsConfig
 from heads.grid import TokenGrid
 from heads.mtp import MTPHeads, OffsetHead, RMSNorm, TrainedOn
 
-ABOVE = ((-1, -1), (-1, 0), (-1, 1))
+ABOVE = ((-1, 0), (-1, 1), (-1, 2))
 """Cells the trunk reads, (dy, dx) from the cell that is predicted."""
 NAME = "chain"
 
@@ -31,7 +32,7 @@ class ChainHeads(MTPHeads):
     """All cells but the first, each from the row above and its left token."""
 
     kind = "chain"
-    fields = ("width", "rank")
+    fields = ("width", "rank", "cell")
 
     def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
         super().__init__()
@@ -40,7 +41,9 @@ class ChainHeads(MTPHeads):
         D = trained_on.hidden_size
         self.rank = config.rank or max(1, D // 4)
         self.grid = TokenGrid(*trained_on.grid)
-        self.trunk = OffsetHead(2 * D * len(ABOVE), D, config.width or D)
+        cell = config.cell or max(1, D // 2)
+        self.cell = nn.Linear(2 * D, cell, bias=False)
+        self.trunk = OffsetHead(cell * len(ABOVE), D, config.width or D)
         self.late_norm = RMSNorm(D)
         self.late_trunk = nn.Linear(D, 2 * self.rank, bias=False)
         self.late_left = nn.Linear(D, 2 * self.rank, bias=False)
@@ -65,8 +68,8 @@ class ChainHeads(MTPHeads):
         return t + self.late_down(self.enter(c, self.late_left(left)))
 
     def look(self, h: Tensor, e: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """h, e (..., 3, D) of the cells above, inside (..., 3) bool -> t (..., D) and C RMSNorm(t) (..., 2 r)."""
-        z = torch.cat([h, e.expand_as(h)], dim=-1) * inside[..., None].to(h.dtype)
+        """h, e (..., 3, D) of the row above, inside (..., 3) bool -> t (..., D) and C RMSNorm(t) (..., 2 r)."""
+        z = self.cell(torch.cat([h, e.expand_as(h)], dim=-1)) * inside[..., None].to(h.dtype)
         t = self.trunk(z.flatten(-2))
         return t, self.late_trunk(self.late_norm(t))
 

@@ -88,6 +88,7 @@ def compose(schema: type[T], arguments: Sequence[str], recipes: Path | None = No
         store.store(group="recipe", name=recipe, package="_global_", node=node)
         defaults.append({"recipe": recipe})
     text = {n: pairs.pop(n) for n in list(pairs) if _is_text(known[n][0], pairs[n])}
+    maps = {n: _mapping(n, pairs.pop(n), known) for n in list(pairs) if get_origin(known[n][0]) is dict}
     store.store(name="main", node={"defaults": [*defaults, "_self_"]})
     try:
         with initialize(version_base=None, config_path=None):
@@ -95,9 +96,9 @@ def compose(schema: type[T], arguments: Sequence[str], recipes: Path | None = No
         value: Any = OmegaConf.to_object(config)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_plain(error, pairs, known)) from None
-    for name, words in text.items():
+    for name, given in (text | maps).items():
         *groups, last = name.split(".")
-        setattr(reduce(getattr, groups, value), last, words)
+        setattr(reduce(getattr, groups, value), last, given)
     if recipes is not None:
         value.recipe = recipe
     return value
@@ -141,7 +142,22 @@ def _recipe(path: Path, schema: type, known: dict[str, tuple[Any, Any, str]]) ->
 
 def _is_text(kind: Any, value: str) -> bool:
     """Text never passes Hydra's grammar or OmegaConf's: quotes, `${x}` and `???` are just words of a prompt."""
-    return kind is str or (str in get_args(kind) and get_origin(kind) is not list and value != "null")
+    return kind is str or (str in get_args(kind) and get_origin(kind) not in (list, dict) and value != "null")
+
+
+def _mapping(name: str, value: str, known: dict[str, tuple[Any, Any, str]]) -> dict[str, float]:
+    """'{a/b: 0.5}', whose keys are places, which Hydra's grammar has no words for. Raises ValueError."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(value)
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, dict) or any(
+        isinstance(v, bool) or not isinstance(v, int | float) for v in found.values()
+    ):
+        raise ValueError(f"{name} is {value!r}; it must be {{place: number, ...}}")
+    return {str(k): float(v) for k, v in found.items()}
 
 
 def _field(full: str | None, known: dict[str, tuple[Any, Any, str]]) -> str | None:

@@ -20,8 +20,12 @@ class HeadsConfig:
     input: str = key("h+e", "kind=offsets: what a head reads, h+e (state and token embedding), h, or e")
     rank: int = key(0, "kind=chain: units through which the left token enters; 0 = a quarter of the hidden size")
 
+    cell: int = key(0, "kind=chain: numbers each cell above is squeezed to; 0 = half of the hidden size")
+
     def check(self) -> None:
         """Raises ValueError naming the field."""
+        if self.cell < 0:
+            raise ValueError(f"heads.cell is {self.cell}; use 0 for half of the hidden size, or a positive number")
         if self.kind not in KINDS:
             raise ValueError(f"heads.kind is {self.kind!r}; use one of {', '.join(KINDS)}")
         if self.rank < 0:
@@ -59,11 +63,22 @@ class LossConfig:
     tv: float = key(
         0.0, "weight of 1 - sum of min(p, q), the chance of a rejected draft, beside Smooth-L1 on the state"
     )
+    guidance: list[float] = key(
+        [1.0], "guidance scales at which that chance is taken; with one other than 1 both branches are trained on"
+    )
+
+    @property
+    def guided(self) -> bool:
+        return any(g != 1 for g in self.guidance)
 
     def check(self) -> None:
         """Raises ValueError naming the field."""
         if self.tv < 0:
             raise ValueError(f"loss.tv is {self.tv}; it is a weight, so 0 or more")
+        if not self.guidance:
+            raise ValueError("loss.guidance is empty; use [1.0], or the guidance scales you decode with")
+        if self.guided and not self.tv:
+            raise ValueError(f"loss.guidance is {self.guidance}, but loss.tv is 0; only that term has a guidance")
 
 
 @dataclass

@@ -5,6 +5,7 @@ over all ranks (torchmetrics.MeanMetric).
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchmetrics import MeanMetric
 from heads.backbones.base import Backbone
 from heads.config import LossConfig, OptimConfig
 from heads.mtp import MTPHeads
-from heads.objective import acceptance, at_least_fp32, entropy, mix_guidance, smooth_l1
+from heads.objective import acceptance, entropy, mix_guidance, smooth_l1
 
 UNCERTAIN = 0.5
 """Nats: positions whose H(p) is at least this are reported apart; the rest is plain background any guess gets right."""
@@ -109,11 +110,20 @@ class HeadsModule(_Module):
         self.means = nn.ModuleDict({n: MeanMetric() for n in [*names, "backbone_nll", "backbone_entropy"]})
         self.broken = 0
         """Samples of this rank that could not be read and were skipped."""
+        self.samples: Counter[str] = Counter()
+        """Samples this rank was trained on, by the shard set they come from."""
         self.strict_loading = False
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Heads only: the backbone never enters a checkpoint."""
         return {k: v for k, v in super().state_dict(*args, **kwargs).items() if k.startswith("heads.")}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["counts"] = {"broken": self.broken, "samples": dict(self.samples)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        counts = checkpoint["counts"]
+        self.broken, self.samples = counts["broken"], Counter(counts["samples"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Strict about the heads, whatever Lightning asks: a missing or unknown key is an error that names it."""
@@ -125,28 +135,49 @@ class HeadsModule(_Module):
         target = self.pairs[name][1].to(h.device)
         return self.heads.predict(h, e, name), h[:, target]
 
+    def states(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """What the loss is taken of: states (G, B, H, W, D), G = 2 where it asks for guidance, embeddings (B, H, W, D).
+
+        The conditional branch comes first, then the unconditional one.
+        """
+        tokens, captions = batch.tokens, list(batch.captions)
+        if not self.terms.guided:
+            h, e = self.backbone.states(tokens, captions)
+            return h[None], e
+        h, e = self.backbone.states(tokens.repeat(2, 1, 1), captions + [None] * len(captions))
+        return h.unflatten(0, (2, -1)), e[: len(captions)]
+
     def loss(self, h: Tensor, e: Tensor) -> Tensor:
-        """(B, H, W, D) states and embeddings -> mean over heads of Smooth-L1 + tv * (1 - sum of min(p, q))."""
-        h, e = h.flatten(1, 2), e.flatten(1, 2)
+        """(G, B, H, W, D) and (B, H, W, D) -> mean over heads of Smooth-L1 + tv * (1 - sum of min(p, q)).
+
+        The second term is the mean over `loss.guidance`, p and q both mixed from the branches.
+        """
+        h, e = h.flatten(2, 3), e.flatten(1, 2)
         terms = []
         if self.terms.tv:
             with torch.no_grad():
-                p = at_least_fp32(self.backbone.logits(h)).softmax(-1)
-        for name in self.pairs:
-            predicted, true = self.predict(h, e, name)
-            terms.append(smooth_l1(predicted, true))
+                logits = self.backbone.logits(h)
+                p = [mix_guidance(logits, g).softmax(-1) for g in self.terms.guidance]
+        for name, (_, target) in self.pairs.items():
+            target = target.to(h.device)
+            predicted = torch.stack([self.heads.predict(branch, e, name) for branch in h])
+            terms.append(smooth_l1(predicted, h[:, :, target]))
             if self.terms.tv:
-                q = at_least_fp32(self.backbone.logits(predicted.to(h.dtype))).softmax(-1)
-                rejected = 1 - acceptance(p[:, self.pairs[name][1].to(h.device)], q)
-                terms[-1] = terms[-1] + self.terms.tv * rejected.mean()
+                logits = self.backbone.logits(predicted.to(h.dtype))
+                q = [mix_guidance(logits, g).softmax(-1) for g in self.terms.guidance]
+                rejected = [1 - acceptance(a[:, target], b).mean() for a, b in zip(p, q, strict=True)]
+                terms[-1] = terms[-1] + self.terms.tv * torch.stack(rejected).mean()
         return torch.stack(terms).mean()
 
     def training_step(self, batch: Any, _: int) -> Tensor:
         with torch.no_grad():
-            h, e = self.backbone.states(batch.tokens, batch.captions)
+            h, e = self.states(batch)
         loss = self.loss(h, e)
         self.log("loss", loss, prog_bar=True)
         self.broken += batch.broken
+        self.samples.update(batch.origins)
+        for origin, seen in self.samples.items():
+            self.log(f"samples/{origin}", float(seen * self.trainer.world_size))
         return loss
 
     def validation_step(self, batch: Any, _: int) -> None:

@@ -6,6 +6,8 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,10 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from data.encode import encode
 from data.module import TokenDataModule
+from data.places import is_url
 from data.shards import MANIFEST
 from data.sources import open_picture, open_source, pixels, read_prompts
 from heads.backbones import Backbone, load_backbone
-from heads.files import sha256
 from heads.module import BackboneModule, HeadsModule
 from heads.mtp import new_heads
 from heads.objective import count_table
@@ -29,6 +31,17 @@ from heads.strategy import choose_devices, choose_precision, choose_strategy, ra
 from heads.tokenizers import ImageTokenizer, PatchVQ, load_tokenizer
 from recipes.schema import TrainConfig
 
+HOW = (
+    "resume",
+    "overwrite",
+    "out",
+    "data.workers",
+    "data.cache",
+    "data.cache_gb",
+    "trainer.devices",
+    "trainer.threads",
+)
+"""Keys that may differ when a run is taken up again."""
 TABLE_SAMPLES = 4000
 TABLE_CODES = 4096
 """Largest codebook for which a dense count table is made."""
@@ -62,8 +75,9 @@ def quiet() -> None:
 def resolved(config: TrainConfig) -> str:
     """The recipe as YAML, without the keys that say how to run it and not what is run."""
     value = asdict(config)
-    for name in ("resume", "overwrite", "out"):
-        value.pop(name)
+    for name in HOW:
+        *sections, last = name.split(".")
+        reduce(getitem, sections, value).pop(last)
     return yaml.safe_dump(value, sort_keys=False)
 
 
@@ -94,7 +108,8 @@ def image_tokenizer(config: TrainConfig, folder: RunFolder) -> ImageTokenizer:
         return load_tokenizer(b.tokenizer or b.checkpoint)
     path = folder.path / "image_tokenizer"
     if rank_zero() and not (path / "tokenizer_config.json").is_file():
-        items = open_source(config.data.source).items("train")
+        source = open_source(config.data.source)
+        items = source.take("train", range(source.count("train")))
         PatchVQ.fit(
             pixels([open_picture(i, 4 * b.grid[0]) for i in items]), b.codes, patch=4, seed=config.seed
         ).save_pretrained(path)
@@ -107,6 +122,11 @@ def prepare_data(config: TrainConfig, tokenizer: ImageTokenizer) -> None:
     data = config.data
     if not data.source:
         return
+    if is_url(data.dir):
+        raise ValueError(
+            f"data.source is {data.source!r} and data.dir {data.dir!r}; encoding writes to a folder: encode there, "
+            "copy it to the URL and leave data.source empty"
+        )
     for split, copies in (("train", data.copies), ("validation", 1)):
         out = Path(data.dir) / split
         if rank_zero():
@@ -148,7 +168,8 @@ def make_backbone(config: TrainConfig, tokenizer: ImageTokenizer) -> Backbone:
         return load_backbone(b.checkpoint, adapter=b.adapter or None, grid=tuple(b.grid) or None)  # type: ignore[arg-type]
     from heads.backbones.emu3_new import new_emu3
 
-    captions = [i.caption for i in open_source(config.data.source).items("train")]
+    source = open_source(config.data.source)
+    captions = [i.caption for i in source.take("train", range(source.count("train")))]
     return new_emu3(captions, tokenizer.codebook_size, tuple(b.grid), b.size, config.seed)  # type: ignore[arg-type]
 
 
@@ -269,7 +290,7 @@ def build_heads(
         from recipes.finish import export, figures, sheet
 
         metrics = figures(module, data, timer.median(), config)
-        out = export(module, folder, config, resolved(config), metrics, sha256(data.folder / "train" / MANIFEST))
+        out = export(module, folder, config, resolved(config), metrics, data.digest)
         if config.sheet.images:
             sheet(out, config, folder)
         metrics["seconds"]["total"] = timer.total()

@@ -47,7 +47,7 @@ def step_parts(
 
     def frozen() -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad(), context():
-            return module.backbone.states(batch.tokens, batch.captions)
+            return module.states(batch)
 
     h, e = frozen()
 
@@ -110,7 +110,7 @@ def model_card(module: HeadsModule, config: TrainConfig, metrics: dict[str, Any]
             "|---|---|---|---|---|",
             *rows,
             "",
-            f"Training data: `{config.data.source or config.data.dir}`, manifest sha256 `{data_hash}`.",
+            f"Training data: `{config.data.source or config.data.dir}`, sha256 of its shards `{data_hash}`.",
             "Licences: the backbone's and the training data's apply; the demo's pictures are Twemoji, CC-BY-4.0.",
             "",
         ]

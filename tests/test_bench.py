@@ -95,7 +95,7 @@ def test_the_whole_suite_runs_in_a_tiny_world_and_every_row_says_whether_it_is_e
     assert pairs == {("chain", "chain"), ("offsets", "offsets")}
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if " exact " in line or " lossy " in line]
-    assert len(rows) == len(report["rows"]) and sum(" lossy " in line for line in rows) == 15
+    assert len(rows) == len(report["rows"]) and sum(" lossy " in line for line in rows) == 14
     with Image.open(tmp_path / "speed.png") as picture:
         picture.load()
         assert picture.width > picture.height > 700  # as high as its legend

@@ -1,6 +1,7 @@
 """Chain heads: what they read, the cheap way of drafting with them, exporting, and training."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,13 @@ def test_the_tables_give_the_backbones_logits_of_the_predicted_state(world) -> N
     )
 
 
-def by_hand(heads: ChainHeads, h: Tensor, e: Tensor, y: int, x: int, H: int = 3, W: int = 4) -> Tensor:
-    """One cell's prediction from the formula, neighbours looked up one by one, zeros where there is none."""
+def by_hand(heads: ChainHeads, h: Tensor, e: Tensor, y: int, x: int, known: int = 12, H: int = 3, W: int = 4) -> Tensor:
+    """One cell's prediction from the formula, neighbours looked up one by one, zeros where there is none known."""
     cells = []
     for dy, dx in ABOVE:
-        inside = 0 <= y + dy < H and 0 <= x + dx < W
         at = (y + dy) * W + x + dx
-        cells += [h[at] if inside else torch.zeros_like(h[0]), e[at] if inside else torch.zeros_like(e[0])]
+        inside = 0 <= y + dy < H and 0 <= x + dx < W and at < known
+        cells.append(heads.cell(torch.cat([h[at], e[at]]) if inside else torch.zeros(2 * h.shape[1], dtype=h.dtype)))
     t = heads.trunk(torch.cat(cells))
     left = e[y * W + x - 1] if x else torch.zeros_like(e[0])
     up, gate = (heads.late_trunk(heads.late_norm(t)) + heads.late_left(left)).chunk(2)
@@ -62,7 +63,7 @@ def test_a_prediction_looks_at_the_row_above_and_the_left_token_and_nothing_else
     """Cell (1, 1): changing any other state or embedding leaves its prediction as it is."""
     _, heads, _, h, e = world
     target = 1 * 4 + 1
-    reads_h, reads_e = {0, 1, 2}, {0, 1, 2, 4}
+    reads_h, reads_e = {1, 2, 3}, {1, 2, 3, 4}
     before = heads.predict(h, e, "chain")[:, target - 1]
     for i in range(12):
         for tensor, reads, arguments in ((h, reads_h, lambda c: (c, e)), (e, reads_e, lambda c: (h, c))):
@@ -105,7 +106,10 @@ def test_drafts_at_temperature_zero_are_the_argmax_of_the_predictions(world) -> 
 
 
 def test_drafting_position_by_position_says_what_the_whole_picture_is_predicted_to_be(world) -> None:
-    """The drafter's tables with true left tokens, both guidance branches, in and out of step, row ends included."""
+    """The drafter's tables with true left tokens, both guidance branches, in and out of step, row ends included.
+
+    Cells up and to the right that come after the first opened position count as missing.
+    """
     from eval.decoders.drafters import ChainDrafter
     from eval.decoders.engine import Canvas
     from eval.decoders.kernels import Sampling
@@ -114,8 +118,6 @@ def test_drafting_position_by_position_says_what_the_whole_picture_is_predicted_
     backbone, heads, tokens, h, e = world
     tokens = tokens[:1].expand(2, -1)
     branches, sampling = h[:, None].expand(-1, 2, -1, -1), Sampling(guidance=2.0)  # h is of prompt and no prompt
-    predicted = torch.stack([heads.predict(branch, e[:1].expand(2, -1, -1), "chain") for branch in branches])
-    expected = sampling.probabilities(backbone.logits(predicted))
     for first in ([1, 1], [1, 5], [3, 4], [8, 6]):
         canvas = Canvas(backbone, heads, sampling, SeededSource(0), [0, 1])
         canvas.tokens, canvas.hidden, canvas.committed = tokens.clone(), branches, list(first)
@@ -125,7 +127,10 @@ def test_drafting_position_by_position_says_what_the_whole_picture_is_predicted_
             left = torch.stack([canvas.tokens[b, f + s - 1] for b, f in enumerate(first)])[:, None]
             q = drafter.q(slice(s, s + 1), left)
             for b, f in enumerate(first):  # the tables leave out the norm's epsilon, which row 0's small states show
-                torch.testing.assert_close(q[b, 0], expected[b, f + s - 1], rtol=2e-3, atol=1e-5)
+                y, x = divmod(f + s, 4)
+                predicted = torch.stack([by_hand(heads, branch[b], e[0], y, x, known=f) for branch in branches])
+                expected = sampling.probabilities(backbone.logits(predicted))
+                torch.testing.assert_close(q[b, 0], expected, rtol=2e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["offsets", "chain"])
@@ -183,13 +188,21 @@ class TestExport:
             new_heads(config, tiny_emu3((3, 4)))
 
 
-def test_training_with_the_total_variation_term_raises_acceptance() -> None:
+@dataclass
+class Batch:
+    tokens: Tensor
+    captions: list[str]
+
+
+@pytest.mark.parametrize("guidance", [[1.0], [3.0], [1.0, 3.0]])
+def test_training_with_the_total_variation_term_raises_acceptance(guidance: list[float]) -> None:
     backbone = tiny_emu3((3, 4), spread=3.0)
     heads = new_heads(HeadsConfig(kind="chain"), backbone)
-    module = HeadsModule(backbone, heads, OptimConfig(), loss=LossConfig(tv=1.0))
+    module = HeadsModule(backbone, heads, OptimConfig(), loss=LossConfig(tv=1.0, guidance=guidance))
     plain = HeadsModule(backbone, heads, OptimConfig())
     tokens = decode(backbone, ["blue"] * 16, decoder="ar").tokens
-    h, e = backbone.states(tokens, ["blue"] * 16)
+    h, e = module.states(Batch(tokens, ["blue"] * 16))
+    assert len(h) == (1 if guidance == [1.0] else 2)
     optimizer = torch.optim.Adam(heads.parameters(), 3e-3)
 
     def rejected() -> float:

@@ -43,7 +43,7 @@ def chi_square(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["scd", "ssd_coupled with offset heads", "ssd_coupled with chain heads"])
 def test_the_gumbel_coupling_has_the_law_by_chi_square(name: str) -> None:
-    """20,000 samples over 81 pictures; a first failure is tried again with four times as many and another seed."""
+    """50,000 samples over 81 pictures; a first failure is tried again with four times as many and another seed."""
     chain = name.endswith("chain heads")
     backbone = TableBackbone((2, 2), 3, normed=chain)
     heads = random_chain_heads(backbone) if chain else ArbitraryHeads(backbone, HeadsConfig(right=1, down=1))
@@ -54,7 +54,7 @@ def test_the_gumbel_coupling_has_the_law_by_chi_square(name: str) -> None:
     def chance(count: int, seed: int) -> float:
         return chi_square(backbone, make, None if name == "scd" else heads, count, SeededSource(seed))
 
-    assert chance(20_000, 0) > 1e-4 or chance(80_000, 1) > 1e-4
+    assert chance(50_000, 0) > 1e-4 or chance(200_000, 1) > 1e-4
 
 
 def test_noise_shared_between_positions_is_seen_by_chi_square() -> None:
@@ -101,20 +101,20 @@ class TestGumbelFixedPoint:
 def test_gumbel_collisions_follow_their_formula_and_its_bounds() -> None:
     """P(same) = sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x), between (1 - TV) / (1 + TV) and 1 - TV."""
 
-    def formula(p: Tensor, q: Tensor) -> float:
-        ratio = torch.maximum(p[None] / p[:, None], q[None] / q[:, None])
-        return float((1 / ratio.sum(1)).sum())
+    def formula(p: Tensor, q: Tensor) -> Tensor:
+        p, q = p[:, None], q[:, None]
+        return (1 / torch.maximum(p / p.mT, q / q.mT).sum(-1)).sum(-1)
 
     generator = torch.Generator().manual_seed(0)
-    for _ in range(2000):
-        p, q = (torch.rand(5, generator=generator, dtype=torch.float64) for _ in range(2))
-        p, q = p / p.sum(), q / q.sum()
-        overlap = float(torch.minimum(p, q).sum())
-        assert overlap / (2 - overlap) - 1e-12 <= formula(p, q) <= overlap + 1e-12
+    p, q = (torch.rand(20_000, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    overlap = torch.minimum(p, q).sum(-1)
+    assert (overlap / (2 - overlap) - 1e-12 <= formula(p, q)).all() and (formula(p, q) <= overlap + 1e-12).all()
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
-    noise = SeededSource(0).gumbel(torch.empty(1, 400_000, 3), Where([0], np.arange(400_000)[None], 0))
+    noise = SeededSource(0).gumbel(torch.empty(1, 1_000_000, 3), Where([0], np.arange(1_000_000)[None], 0))
     same = (gumbel_argmax(p, noise) == gumbel_argmax(q, noise)).float().mean().item()
-    assert formula(p, q) == pytest.approx(0.6308, abs=1e-4) and same == pytest.approx(0.6308, abs=3e-3)
+    assert float(formula(p[None], q[None])) == pytest.approx(0.6308, abs=1e-4)
+    assert same == pytest.approx(0.6308, abs=3e-3)
 
 
 def test_two_transports_one_after_the_other_still_end_in_p() -> None:

@@ -216,7 +216,7 @@ def test_two_of_two_hundred_are_one_percent_and_three_are_too_many(tmp_path: Pat
 def test_a_single_unreadable_picture_makes_no_empty_shard_set(tmp_path: Path) -> None:
     folder = write_pictures(tmp_path / "pictures", 1)
     (folder / "000.png").write_text("not a picture")
-    with pytest.raises(ValueError, match="1 of 1 pictures cannot be read"):
+    with pytest.raises(ValueError, match="none of 1 pictures can be used: 1 cannot be read"):
         run(folder, tmp_path / "out")
 
 
@@ -323,7 +323,7 @@ def test_a_full_disk_leaves_no_half_shard_and_no_manifest(
         patch.setattr(*((os, "fsync") if where == "at the flush" else (tarfile.TarFile, "addfile")), until_full)
         with pytest.raises(OSError, match="No space left"):
             run(pictures, out)
-    assert sorted(p.name for p in out.iterdir()) == ["encode.json", "shard-000000.tar"]
+    assert sorted(p.name for p in out.iterdir()) == [".parts", "plan.json", "shard-000000.tar"]
     run(pictures, out)  # room again
     run(pictures, tmp_path / "uninterrupted")
     assert files(out) == files(tmp_path / "uninterrupted")

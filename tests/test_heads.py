@@ -99,7 +99,7 @@ def test_simulated_acceptance_of_untrained_heads_is_the_decoders_measured_accept
 
 
 def _batch(tokens: Tensor, captions: list):
-    from data.module import Batch
+    from data.stream import Batch
 
     return Batch(tokens, captions, ["k"] * len(captions))
 
@@ -270,7 +270,8 @@ def test_twenty_bf16_steps_are_finite(heads: tuple[int, int]) -> None:
     tokens = torch.randint(24, (3, 3, 7))
     losses = []
     for _ in range(20):
-        loss = module.loss(*backbone.states(tokens, list(CAPTIONS)))
+        h, e = backbone.states(tokens, list(CAPTIONS))
+        loss = module.loss(h[None], e)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -313,7 +313,7 @@ def test_folder_splits_are_disjoint_complete_and_keep_equal_captions_together(tm
 def test_a_source_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nowhere does not exist"):
         open_source(f"folder:{tmp_path / 'nowhere'}")
-    with pytest.raises(ValueError, match=r"source is 'emojy'; use emoji, or folder:PATH"):
+    with pytest.raises(ValueError, match=r"source is 'emojy'; use emoji, folder:PATH"):
         open_source("emojy")
     with pytest.raises(ValueError, match="copies is 3"):
         open_source(f"folder:{tmp_path}", copies=3)

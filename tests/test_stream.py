@@ -10,12 +10,31 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from data.module import Batch, FiniteStream, StreamConfig, TokenDataModule, TokenStream
+from data.config import StreamConfig
+from data.module import TokenDataModule
 from data.shards import Manifest, Sample, write_shard
+from data.stream import Batch, FiniteStream, ShardSet, Split, TokenStream
 from tests.data_fixtures import TOKENIZER, all_keys, sample, write_set
 
 
+def stream_of(
+    folder: Path,
+    manifest: Manifest,
+    batch_size: int,
+    seed: int = 0,
+    caption_dropout: float = 0.0,
+    rank: int = 0,
+    world: int = 1,
+    start: int = 0,
+) -> TokenStream:
+    return TokenStream(
+        [ShardSet(str(folder), manifest)], Split(world, 1, batch_size), seed, caption_dropout, rank, start
+    )
+
+
 def take(stream: TokenStream | FiniteStream, count: int | None = None, workers: int = 0) -> list[Batch]:
+    if isinstance(stream, TokenStream):
+        stream.split = replace(stream.split, workers=max(1, workers))
     return list(itertools.islice(DataLoader(stream, batch_size=None, num_workers=workers), count))
 
 
@@ -28,7 +47,7 @@ def same(a: Batch, b: Batch) -> bool:
 
 
 def test_a_batch_holds_the_codes_and_captions_of_its_keys(tmp_path: Path) -> None:
-    stream = TokenStream(tmp_path, write_set(tmp_path, [4, 3], grid=(2, 5)), batch_size=3)
+    stream = stream_of(tmp_path, write_set(tmp_path, [4, 3], grid=(2, 5)), batch_size=3)
     for batch in take(stream, 5):
         assert batch.tokens.shape == (3, 2, 5)
         assert batch.tokens.dtype == torch.int64
@@ -42,7 +61,7 @@ def test_order_is_a_function_of_the_seed(tmp_path: Path) -> None:
     manifest = write_set(tmp_path, [5, 5, 5, 5])
 
     def order(seed: int) -> list[str]:
-        return keys(take(TokenStream(tmp_path, manifest, 4, seed), 15))
+        return keys(take(stream_of(tmp_path, manifest, 4, seed), 15))
 
     assert order(0) == order(0)
     assert order(1) == order(1)
@@ -58,27 +77,10 @@ def test_the_seed_orders_the_shards_and_drops_captions_too(tmp_path: Path) -> No
     manifest = write_set(tmp_path, [5] * 8)
     shard_orders, dropped = set(), set()
     for seed in range(4):
-        epoch = take(TokenStream(tmp_path, manifest, 5, seed, caption_dropout=0.5), 8)
+        epoch = take(stream_of(tmp_path, manifest, 5, seed, caption_dropout=0.5), 8)
         shard_orders.add(tuple(batch.keys[0][1] for batch in epoch))
         dropped.add(frozenset(k for b in epoch for k, c in zip(b.keys, b.captions, strict=True) if c is None))
     assert len(shard_orders) == len(dropped) == 4
-
-
-def first_epochs(sizes: list[int], reader: int, readers: int) -> int:
-    """Samples a reader has in an epoch when samples are dealt in turn, there being fewer shards than readers."""
-    assert len(sizes) < readers
-    return len(range(reader, sum(sizes), readers))
-
-
-def by_shards(read: list[str], sizes: list[int], reader: int, readers: int) -> list[str]:
-    """The first epoch of a reader of whole shards: as many shards as its share, each read to its end."""
-    epoch: list[str] = []
-    for _ in range(len(range(reader, len(sizes), readers))):
-        shard = int(read[len(epoch)][1])
-        part = read[len(epoch) : len(epoch) + sizes[shard]]
-        assert {int(key[1]) for key in part} == {shard}
-        epoch += part
-    return epoch
 
 
 SETS = [[7, 3, 1], [5, 5, 5], [9], [4, 4, 4, 4, 4, 4, 4, 4, 4], [1, 2, 3, 4, 5, 6, 7, 8]]
@@ -86,23 +88,17 @@ SETS = [[7, 3, 1], [5, 5, 5], [9], [4, 4, 4, 4, 4, 4, 4, 4, 4], [1, 2, 3, 4, 5, 
 
 @pytest.mark.parametrize("sizes", SETS)
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 3), (2, 0), (2, 4)])
-def test_one_epoch_over_all_readers_holds_every_sample_once(
+def test_an_epoch_is_dealt_in_equal_parts_and_leaves_less_than_one_sample_a_reader(
     tmp_path: Path, sizes: list[int], ranks: int, workers: int
 ) -> None:
     manifest = write_set(tmp_path, sizes)
     each = max(workers, 1)
-    readers = ranks * each
+    readers, part = ranks * each, sum(sizes) // (ranks * each)
     seen: list[str] = []
     for rank in range(ranks):
-        stream = TokenStream(tmp_path, manifest, batch_size=1, seed=3, rank=rank, world=ranks)
-        batches = take(stream, sum(sizes) * each, workers)
-        for worker in range(each):
-            read, reader = keys(batches[worker::each]), rank * each + worker
-            if len(sizes) < readers:
-                seen += read[: first_epochs(sizes, reader, readers)]
-            else:
-                seen += by_shards(read, sizes, reader, readers)
-    assert sorted(seen) == all_keys(sizes)
+        seen += keys(take(stream_of(tmp_path, manifest, 1, seed=3, rank=rank, world=ranks), part * each, workers))
+    assert len(set(seen)) == len(seen) == part * readers > sum(sizes) - readers
+    assert set(seen) <= set(all_keys(sizes))
 
 
 def test_every_rank_makes_equal_steps_and_none_hangs(tmp_path: Path) -> None:
@@ -110,29 +106,29 @@ def test_every_rank_makes_equal_steps_and_none_hangs(tmp_path: Path) -> None:
     manifest = write_set(tmp_path, [7, 3, 1])
     steps = []
     for rank in range(2):
-        batches = take(TokenStream(tmp_path, manifest, 3, rank=rank, world=2), 25, workers=4)
+        batches = take(stream_of(tmp_path, manifest, 3, rank=rank, world=2), 25, workers=4)
         assert all(len(batch.keys) == 3 for batch in batches)
         steps.append(len(batches))
     assert steps == [25, 25]
 
 
 def test_over_many_epochs_no_sample_is_favoured(tmp_path: Path) -> None:
-    manifest = write_set(tmp_path, [7, 3, 1])
+    manifest = write_set(tmp_path, [4, 4, 3])
     counts: Counter[str] = Counter()
     for rank in range(2):
-        counts.update(keys(take(TokenStream(tmp_path, manifest, 1, rank=rank, world=2), 11 * 20)))
-    # 2 ranks x 220 samples are 40 of each; the slack is for epochs that are not over yet.
-    assert set(counts) == set(all_keys([7, 3, 1]))
-    assert max(counts.values()) - min(counts.values()) <= 8
+        counts.update(keys(take(stream_of(tmp_path, manifest, 1, rank=rank, world=2), 5 * 100)))
+    # 100 epochs of 10, each without another sample: 91 of each, with a standard deviation of 2.9.
+    assert set(counts) == set(all_keys([4, 4, 3])) and sum(counts.values()) == 1000
+    assert min(counts.values()) >= 80
 
 
 @pytest.mark.parametrize("sizes", [[7, 3, 1], [2] * 9])
 def test_a_loader_with_workers_deals_the_readers_batches_in_turn(tmp_path: Path, sizes: list[int]) -> None:
     """Rank 1 of 2 with 3 workers reads what readers 3, 4, 5 of 6 read in one process each."""
     manifest = write_set(tmp_path, sizes)
-    loaded = take(TokenStream(tmp_path, manifest, 2, seed=5, caption_dropout=0.3, rank=1, world=2), 12, workers=3)
+    loaded = take(stream_of(tmp_path, manifest, 2, seed=5, caption_dropout=0.3, rank=1, world=2), 12, workers=3)
     for worker in range(3):
-        alone = take(TokenStream(tmp_path, manifest, 2, seed=5, caption_dropout=0.3, rank=3 + worker, world=6), 4)
+        alone = take(stream_of(tmp_path, manifest, 2, seed=5, caption_dropout=0.3, rank=3 + worker, world=6), 4)
         assert all(same(a, b) for a, b in zip(loaded[worker::3], alone, strict=True))
 
 
@@ -145,7 +141,7 @@ def test_a_resumed_stream_goes_on_with_the_very_next_batch(tmp_path: Path, worke
     manifest = replace(manifest, shards=shards)
 
     def stream(start: int) -> TokenStream:
-        return TokenStream(tmp_path, manifest, 2, seed=11, caption_dropout=0.4, rank=1, world=2, start=start)
+        return stream_of(tmp_path, manifest, 2, seed=11, caption_dropout=0.4, rank=1, world=2, start=start)
 
     whole = take(stream(0), 40, workers)
     assert sum(c is None for b in whole for c in b.captions) > 10
@@ -160,7 +156,7 @@ def test_captions_are_dropped_in_their_share_and_always_the_same(tmp_path: Path)
     manifest = write_set(tmp_path, [50, 50])
 
     def captions(share: float) -> list[str | None]:
-        return [c for b in take(TokenStream(tmp_path, manifest, 10, 0, share), 40) for c in b.captions]
+        return [c for b in take(stream_of(tmp_path, manifest, 10, 0, share), 40) for c in b.captions]
 
     dropped = [c is None for c in captions(0.25)]
     # 400 draws: a share of .25 has a standard deviation of .022
@@ -172,7 +168,7 @@ def test_captions_are_dropped_in_their_share_and_always_the_same(tmp_path: Path)
 
 def test_another_epoch_drops_other_captions(tmp_path: Path) -> None:
     manifest = write_set(tmp_path, [60])
-    batches = take(TokenStream(tmp_path, manifest, 60, caption_dropout=0.5), 2)
+    batches = take(stream_of(tmp_path, manifest, 60, caption_dropout=0.5), 2)
     first, second = ({k for k, c in zip(b.keys, b.captions, strict=True) if c is None} for b in batches)
     assert first and second and first != second
 
@@ -187,7 +183,7 @@ def cut(path: Path, samples: int) -> None:
 def test_samples_lost_in_a_truncated_tar_are_skipped_and_counted(tmp_path: Path, workers: int) -> None:
     manifest = write_set(tmp_path, [200, 200])
     cut(tmp_path / "shard-000001.tar", 199)
-    stream = TokenStream(tmp_path, manifest, batch_size=1)
+    stream = stream_of(tmp_path, manifest, batch_size=1)
     batches = take(stream, 800, workers)
     lost = set(all_keys([200, 200])) - set(keys(batches))
     assert 1 <= len(lost) <= 2
@@ -196,18 +192,18 @@ def test_samples_lost_in_a_truncated_tar_are_skipped_and_counted(tmp_path: Path,
     assert sum(b.broken for b in batches) in (2 * len(lost), 3 * len(lost))
 
 
-def test_a_sample_broken_at_the_end_of_an_epoch_is_counted_in_the_next(tmp_path: Path) -> None:
+def test_a_batch_of_which_nothing_can_be_read_gets_a_stand_in(tmp_path: Path) -> None:
     manifest = write_set(tmp_path, [3])
     (tmp_path / "shard-000000.tar").write_bytes((tmp_path / "shard-000000.tar").read_bytes()[: 2 * 6 * 512])
-    batches = take(TokenStream(tmp_path, manifest, batch_size=1), 2 * 30)
-    # 30 epochs of two samples: one is lost in each, wherever the shuffle puts it.
-    assert 29 <= sum(b.broken for b in batches) <= 30
+    batches = take(stream_of(tmp_path, manifest, batch_size=1), 2 * 30)
+    assert sum(b.broken for b in batches) == 20  # once an epoch
+    assert all(len(b.keys) == 1 for b in batches) and set(keys(batches)) == {"s0-000", "s0-001"}
 
 
 def test_one_broken_sample_of_a_small_set_is_no_reason_to_stop_in_any_epoch(tmp_path: Path) -> None:
     manifest = write_set(tmp_path, [10])
     (tmp_path / "shard-000000.tar").write_bytes((tmp_path / "shard-000000.tar").read_bytes()[: 9 * 6 * 512])
-    assert len(take(TokenStream(tmp_path, manifest, batch_size=9), 50)) == 50
+    assert len(take(stream_of(tmp_path, manifest, batch_size=9), 50)) == 50
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -215,14 +211,14 @@ def test_over_one_percent_of_broken_samples_stops_and_names_the_file(tmp_path: P
     manifest = write_set(tmp_path, [20, 20])
     cut(tmp_path / "shard-000001.tar", 10)
     with pytest.raises(ValueError, match=r"samples are broken, more than 1 %; last: .*shard-000001\.tar"):
-        take(TokenStream(tmp_path, manifest, batch_size=1), 100, workers)
+        take(stream_of(tmp_path, manifest, batch_size=1), 100, workers)
 
 
 def test_a_missing_shard_stops_and_is_named(tmp_path: Path) -> None:
     manifest = write_set(tmp_path, [20, 20])
     (tmp_path / "shard-000001.tar").unlink()
-    with pytest.raises(ValueError, match=r"more than 1 %; last: .*shard-000001\.tar.*No such file"):
-        take(TokenStream(tmp_path, manifest, batch_size=1), 100)
+    with pytest.raises(ValueError, match=r"shard .*shard-000001\.tar is missing"):
+        take(stream_of(tmp_path, manifest, batch_size=1), 100)
 
 
 def with_bad(folder: Path, bad: np.ndarray, count: int = 2) -> Manifest:
@@ -249,27 +245,27 @@ def test_a_sample_without_fitting_tokens_is_named_and_never_trained_on(
 ) -> None:
     manifest = with_bad(tmp_path, bad)
     with pytest.raises(ValueError, match=said):
-        take(TokenStream(tmp_path, manifest, batch_size=1), 100)
+        take(stream_of(tmp_path, manifest, batch_size=1), 100)
     (tmp_path / "single").mkdir()
     manifest = with_bad(tmp_path / "single", bad, count=1)
-    batches = take(TokenStream(tmp_path / "single", manifest, batch_size=4), 10)
+    batches = take(stream_of(tmp_path / "single", manifest, batch_size=4), 10)
     assert not any(key.startswith("bad") for key in keys(batches))
     assert sum(batch.broken for batch in batches) >= 4
-    (validation,) = take(FiniteStream(tmp_path / "single", manifest, 100, 0, 1))
+    (validation,) = take(FiniteStream(ShardSet(tmp_path / "single", manifest), 100, 0, 1))
     assert (len(validation.keys), validation.broken) == (8, 1)
 
 
 def test_a_reader_without_any_sample_says_so_instead_of_hanging(tmp_path: Path) -> None:
     manifest = write_set(tmp_path, [2, 1])
     for rank in range(3):
-        assert len(take(TokenStream(tmp_path, manifest, 1, rank=rank, world=5), 4)) == 4
-    with pytest.raises(ValueError, match="reader 5 of 5 has no readable sample"):
-        take(TokenStream(tmp_path, manifest, 1, rank=4, world=5), 1)
+        assert len(take(stream_of(tmp_path, manifest, 1, rank=rank, world=3), 4)) == 4
+    with pytest.raises(ValueError, match="holds 3 samples, fewer than the 5 readers"):
+        stream_of(tmp_path, manifest, 1, rank=4, world=5)
 
 
 def test_an_empty_shard_does_not_starve_the_reader_it_falls_to(tmp_path: Path) -> None:
     manifest = write_set(tmp_path, [4, 0, 4])
-    seen = [keys(take(TokenStream(tmp_path, manifest, 1, rank=rank, world=3), 2)) for rank in range(3)]
+    seen = [keys(take(stream_of(tmp_path, manifest, 1, rank=rank, world=3), 2)) for rank in range(3)]
     assert all(len(read) == 2 for read in seen)
 
 
@@ -278,11 +274,11 @@ def test_an_empty_shard_does_not_starve_the_reader_it_falls_to(tmp_path: Path) -
 def test_a_finite_stream_yields_every_sample_once_over_the_ranks(tmp_path: Path, world: int, limit: int) -> None:
     manifest = write_set(tmp_path, [7, 3, 1])
     expected = all_keys([7, 3, 1])[: limit or None]
-    parts = [keys(take(FiniteStream(tmp_path, manifest, 2, rank, world, limit))) for rank in range(world)]
+    parts = [keys(take(FiniteStream(ShardSet(tmp_path, manifest), 2, rank, world, limit))) for rank in range(world)]
     assert sorted(itertools.chain(*parts)) == expected
     assert all(part == sorted(part) for part in parts)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    for batch in take(FiniteStream(tmp_path, manifest, 2, 0, world, limit)):
+    for batch in take(FiniteStream(ShardSet(tmp_path, manifest), 2, 0, world, limit)):
         assert None not in batch.captions
         assert batch.tokens.shape[1:] == (4, 4)
 
@@ -290,7 +286,7 @@ def test_a_finite_stream_yields_every_sample_once_over_the_ranks(tmp_path: Path,
 def test_a_finite_stream_counts_what_it_cannot_read(tmp_path: Path) -> None:
     manifest = write_set(tmp_path, [7, 5])
     cut(tmp_path / "shard-000000.tar", 6)
-    batches = take(FiniteStream(tmp_path, manifest, 2, 0, 1))
+    batches = take(FiniteStream(ShardSet(tmp_path, manifest), 2, 0, 1))
     assert sum(b.broken for b in batches) == 1
     assert keys(batches) == [k for k in all_keys([7, 5]) if k != "s0-006"]
 
@@ -299,7 +295,7 @@ def test_a_finite_stream_that_cannot_read_more_than_one_percent_stops(tmp_path: 
     manifest = write_set(tmp_path, [7, 5])
     cut(tmp_path / "shard-000000.tar", 3)
     with pytest.raises(ValueError, match=r"samples are broken, more than 1 %; last: .*shard-000000\.tar"):
-        take(FiniteStream(tmp_path, manifest, 2, 0, 1))
+        take(FiniteStream(ShardSet(tmp_path, manifest), 2, 0, 1))
 
 
 def config(folder: Path, **settings) -> StreamConfig:
@@ -342,7 +338,7 @@ def test_both_shard_sets_are_checked_before_anything_is_read(folder: Path) -> No
 def test_the_data_module_streams_its_folders(folder: Path) -> None:
     module = TokenDataModule(config(folder, batch_size=2, workers=2, caption_dropout=0.5), TOKENIZER, (4, 4), seed=4)
     loaded = list(itertools.islice(module.train_dataloader(), 8))
-    direct = TokenStream(folder / "train", module.train_set, 2, seed=4, caption_dropout=0.5)
+    direct = stream_of(folder / "train", module.train_sets[0].manifest, 2, seed=4, caption_dropout=0.5)
     assert all(same(a, b) for a, b in zip(loaded, take(direct, 8, workers=2), strict=True))
     assert keys(list(module.val_dataloader())) == all_keys([2, 2])
     tokens = module.sample_tokens(9)

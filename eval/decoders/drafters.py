@@ -36,6 +36,7 @@ class ChainDrafter(Drafter):
     """Chain heads: the trunk for all opened positions at once, then one position after the other.
 
     The trunk of a position whose cells above are committed never changes again, so it is kept while the window moves.
+    Where the cells up and to the right are still to be drawn, they count as missing, as they do at a row's end.
     """
 
     serial = True
@@ -43,7 +44,8 @@ class ChainDrafter(Drafter):
     def __init__(self, canvas: Canvas, heads: ChainHeads) -> None:
         self.canvas, self.heads, self.tables = canvas, heads, heads.tables(canvas.backbone)
         grid = canvas.grid
-        self.reach = max(1, grid.width - 1)
+        self.reach = grid.width
+        self.settled = grid.width - max(x for _, x in ABOVE)
         self.around = grid.around(torch.arange(grid.positions, device=canvas.backbone.device), ABOVE)
         self.no_left = canvas.backbone.image_vocab_size
         self.kept = Sliding(self._trunk)
@@ -55,20 +57,24 @@ class ChainDrafter(Drafter):
         T = canvas.grid.positions
         if len(set(first)) == 1 and first[0] + count <= T:
             index, inside = (x[first[0] : first[0] + count] for x in self.around)
+            inside = inside & (index < self.first[0])
             h, e = canvas.hidden[:, :, index], canvas.backbone.embed(canvas.tokens[:, index])
         else:
             start = torch.tensor(first, device=canvas.tokens.device)[:, None]
             position = (start + torch.arange(count, device=start.device)).clamp_(max=T - 1)
             index, inside = (x[position] for x in self.around)
+            inside = inside & (index < torch.tensor(self.first, device=start.device)[:, None, None])
             rows = torch.arange(len(first), device=start.device)[:, None, None]
             h, e = canvas.hidden[:, rows, index], canvas.backbone.embed(canvas.tokens[rows, index])
         t, c = self.heads.look(h, e, inside)
         return self.tables.base(t).movedim(0, 2), c.movedim(0, 2)
 
     def open(self, canvas: Canvas, first: Sequence[int], count: int) -> None:
-        settled = [f == n for f, n in zip(first, canvas.committed, strict=True)]
-        base, c = self.kept.take(first, count) if all(settled) else self._trunk(first, count)
-        self.base, self.c = base, c
+        self.first = list(first)
+        if all(f == n for f, n in zip(first, canvas.committed, strict=True)):
+            self.base, self.c = self.kept.take(first, count, self.settled)
+        else:
+            self.base, self.c = self._trunk(first, count)
         W = canvas.grid.width
         self.edges = [[-f % W + k for k in range(0, count, W) if -f % W + k < count] for f in first]
 

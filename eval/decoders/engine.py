@@ -121,20 +121,22 @@ def in_step(*numbers: Sequence[int]) -> Iterator[tuple[slice, tuple[int, ...]]]:
 class Sliding:
     """Tensors with one entry a position of the window, made when a position enters and then moved along with it.
 
-    `make(first, count)` gives them for the positions first[b] .. first[b] + count - 1, each (B, count, ...).
+    `make(first, count)` gives them for the positions first[b] .. first[b] + count - 1, each (B, count, ...). Only the
+    first `lasting` of what is taken is kept for the next time.
     """
 
     def __init__(self, make: Callable[[Sequence[int], int], tuple[Tensor, ...]]) -> None:
         self.make = make
         self.first: list[int] = []
+        self.lasting = 0
         self.held: tuple[Tensor, ...] = ()
 
-    def take(self, first: Sequence[int], count: int) -> tuple[Tensor, ...]:
+    def take(self, first: Sequence[int], count: int, lasting: int | None = None) -> tuple[Tensor, ...]:
         held = self.held[0].shape[1] if self.held else 0
         old = self.first or [0] * len(first)
         if held == count and old == list(first):
             return self.held
-        reuse = [max(0, min(count, o + held - f)) if f >= o else 0 for o, f in zip(old, first, strict=True)]
+        reuse = [max(0, min(count, o + self.lasting - f)) if f >= o else 0 for o, f in zip(old, first, strict=True)]
         begin = min(reuse)
         found = self.held
         if begin < count:
@@ -147,7 +149,7 @@ class Sliding:
         for rows, (o, f, k) in in_step(old, first, reuse):
             for x, before in zip(found, self.held, strict=bool(self.held)):
                 x[rows, :k] = before[rows, f - o : f - o + k]
-        self.first, self.held = list(first), found
+        self.first, self.held, self.lasting = list(first), found, count if lasting is None else min(count, lasting)
         return found
 
 

@@ -1,6 +1,7 @@
 """Image tokenizers: pictures <-> grids of codes, loaded without any language model."""
 
 from heads.tokenizers.base import ImageTokenizer, load_tokenizer
+from heads.tokenizers.emu3 import Emu3VQ
 from heads.tokenizers.patch_vq import PatchVQ
 
-__all__ = ["ImageTokenizer", "PatchVQ", "load_tokenizer"]
+__all__ = ["Emu3VQ", "ImageTokenizer", "PatchVQ", "load_tokenizer"]

@@ -34,6 +34,14 @@ class ImageTokenizer(ABC):
     @abstractmethod
     def save_pretrained(self, folder: str | Path) -> None: ...
 
+    @classmethod
+    @abstractmethod
+    def from_pretrained(cls, folder: str | Path) -> "ImageTokenizer": ...
+
+    @abstractmethod
+    def to(self, device: str | torch.device) -> "ImageTokenizer":
+        """Moved there, itself."""
+
     @property
     def codebook_size(self) -> int:
         return self.codebook.shape[0]
@@ -70,20 +78,25 @@ class ImageTokenizer(ABC):
         return pictures
 
 
-def load_tokenizer(folder: str | Path) -> ImageTokenizer:
+def load_tokenizer(folder: str | Path, device: str | torch.device = "cpu") -> ImageTokenizer:
     """Load the image tokenizer saved in `folder`; the name `emoji` is the demo's own.
+
+    A folder without a tokenizer of ours but with an Emu3 checkpoint gives that checkpoint's own vision tokenizer.
 
     Raises ValueError if the folder holds no tokenizer, one of an unknown kind, or a damaged one.
     """
     from heads.backbones.base import resolve_checkpoint
+    from heads.tokenizers.emu3 import Emu3VQ
     from heads.tokenizers.patch_vq import PatchVQ
 
     path = resolve_checkpoint(folder)
     if (path / "image_tokenizer").is_dir():
         path = path / "image_tokenizer"
-    kinds = {"patch_vq": PatchVQ}
-    config = read_json(path / "tokenizer_config.json")
-    kind = config.get("image_tokenizer")
+    kinds: dict[str, type[ImageTokenizer]] = {"patch_vq": PatchVQ, "emu3": Emu3VQ}
+    if (path / "config.json").is_file() and read_json(path / "config.json").get("model_type") in Emu3VQ.model_types:
+        kind = "emu3"
+    else:
+        kind = read_json(path / "tokenizer_config.json").get("image_tokenizer")
     if kind not in kinds:
         raise ValueError(f"{path}/tokenizer_config.json: image_tokenizer is {kind!r}; known: {', '.join(kinds)}")
-    return kinds[kind].from_pretrained(path)
+    return kinds[kind].from_pretrained(path).to(device)

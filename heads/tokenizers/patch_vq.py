@@ -27,6 +27,10 @@ class PatchVQ(ImageTokenizer):
     def codebook(self) -> Tensor:
         return self._codebook
 
+    def to(self, device: str | torch.device) -> "PatchVQ":
+        self._codebook = self._codebook.to(device)
+        return self
+
     def _patches(self, images: Tensor) -> Tensor:
         if images.shape[-1] % self.patch or images.shape[-2] % self.patch:
             raise ValueError(

@@ -1,0 +1,126 @@
+"""Self-distillation: prompts -> token shards of the backbone's own pictures, for `data.mix` or a data set of its own.
+
+Only exact decoders, whose pictures have the backbone's own law. Pictures are drawn in blocks of `batch_size`, each kept
+as soon as it is drawn, so that the same command goes on where a killed one stopped, to the same bytes; under torchrun
+process r of n draws blocks r, r + n, ...
+"""
+
+import hashlib
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from data.encode import PARTS, claim, processes, wait_for_plan
+from data.shards import MANIFEST, Manifest, Sample, read_manifest, shard_name, write_shard
+from eval.setup import Decoder, Loaded
+from heads.files import atomic
+from heads.mtp import MTPHeads
+
+
+def check_exact(decoder: Decoder) -> None:
+    """Raises ValueError for a decoder whose pictures are not distributed as the backbone's own."""
+    if not decoder.exact:
+        raise ValueError(
+            f"decoder {decoder.text} is lossy: its pictures are not the backbone's own; save=shards needs an exact one "
+            "(ar, scd, ssd_coupled, ...)"
+        )
+
+
+def distill(
+    loaded: Loaded, decoder: Decoder, out: Path, *, seed: int, batch_size: int, shards: int, overwrite: bool = False
+) -> Manifest | None:
+    """Draw one picture per prompt into a shard set at `out`. Returns the manifest (process 0), or None.
+
+    Raises ValueError if the decoder is lossy or `out` holds something else.
+    """
+    check_exact(decoder)
+    if shards < 1:
+        raise ValueError(f"shards is {shards}; at least 1 is needed")
+    rank, world, _ = processes()
+    prompts, sampling = loaded.prompts, loaded.sampling
+    settings = {
+        "backbone": loaded.backbone.fingerprint,
+        "decoder": decoder.text,
+        "heads": {kind: _digest(heads) for kind, heads in loaded.heads.items()},
+        "guidance": sampling.guidance,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "seed": seed,
+    }
+    plan: dict[str, Any] = settings | {
+        "tokenizer": loaded.tokenizer.fingerprint,
+        "prompts": f"{len(prompts)}:{hashlib.sha256(chr(10).join(prompts).encode()).hexdigest()}",
+        "batch_size": batch_size,  # a sum is rounded in another order in another batch
+        "shards": min(shards, len(prompts)),
+    }
+    if rank == 0:
+        claim(out, plan, overwrite, "choose another out, or overwrite=true")
+    else:
+        wait_for_plan(out, plan)
+    blocks = [range(i, min(i + batch_size, len(prompts))) for i in range(0, len(prompts), batch_size)]
+    if not (out / MANIFEST).is_file():
+        _draw(loaded, decoder, out, seed, [b for i, b in enumerate(blocks) if i % world == rank])
+    if rank > 0:
+        return None
+    if not (out / MANIFEST).is_file():
+        while missing := [b for b in blocks if not _block(out, b).is_file()]:
+            tqdm.write(f"waiting for other processes to draw {len(missing)} blocks")
+            time.sleep(5)
+        _pack(loaded, out, settings, blocks, plan["shards"])
+    shutil.rmtree(out / PARTS, ignore_errors=True)
+    return read_manifest(out)
+
+
+def _digest(heads: MTPHeads) -> str:
+    """Pictures of an exact decoder have one law with any heads, but not the same bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(heads.state_dict().items()):
+        digest.update(name.encode() + tensor.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _block(out: Path, numbers: range) -> Path:
+    return out / PARTS / f"block-{numbers.start:08d}.npy"
+
+
+def _draw(loaded: Loaded, decoder: Decoder, out: Path, seed: int, blocks: Sequence[range]) -> None:
+    """Those of the blocks that are not there yet."""
+    with tqdm(total=sum(map(len, blocks)), desc=f"draw with {decoder.name}", unit="img") as bar:
+        for numbers in blocks:
+            if not _block(out, numbers).is_file():
+                tokens = loaded.draw(decoder, numbers, seed).tokens.cpu().numpy()
+                with atomic(_block(out, numbers)) as temporary, open(temporary, "wb") as file:
+                    np.save(file, tokens.astype(np.uint32))
+            bar.update(len(numbers))
+
+
+def _pack(loaded: Loaded, out: Path, settings: dict, blocks: Sequence[range], shards: int) -> None:
+    """Blocks -> shards and the manifest, one shard's pictures in memory at a time."""
+    codes, grid, prompts = loaded.tokenizer.codebook_size, loaded.backbone.grid, loaded.prompts
+    size = len(blocks[0])
+    done = []
+    for index, part in enumerate(np.array_split(np.arange(len(prompts)), shards)):
+        samples = []
+        for first in range(part[0] // size * size, part[-1] + 1, size):
+            numbers = range(first, min(first + size, len(prompts)))
+            for i, tokens in zip(numbers, np.load(_block(out, numbers)), strict=True):
+                if part[0] <= i <= part[-1]:
+                    samples.append(Sample(f"{i:08d}", tokens, prompts[i], {"source": "self", "number": i}))
+        done.append(write_shard(out / shard_name(index), samples, codes))
+    source = f"self:{loaded.backbone.name}"
+    Manifest(
+        (grid.height, grid.width),
+        loaded.tokenizer.fingerprint,
+        codes,
+        source,
+        "that of the backbone's pictures",
+        "train",
+        tuple(done),
+        sampling=settings,
+    ).save(out)
