@@ -90,8 +90,7 @@ def encode(
             raise ValueError(f"{name} is {value}; at least 1 is needed")
     if fit not in FITS:
         raise ValueError(f"fit is {fit!r}; use {' or '.join(FITS)}")
-    count = source.count(split)
-    count = min(count, limit or count)
+    count = source.count(split, limit or 0)
     order = np.arange(count) if source.sequential else np.random.default_rng(seed).permutation(count)
     chunks = np.array_split(order, min(shards, count))
     plan = {
@@ -128,7 +127,7 @@ def encode(
             tuple(shard for shard, _ in parts),
             len(skipped),
         ).save(out)
-    shutil.rmtree(out / PARTS, ignore_errors=True)
+    tidy(out)
     return read_manifest(out)
 
 
@@ -155,6 +154,8 @@ def _encode_share(
                 skipped += [Skipped(*entry) for entry in finished[1]]
                 bar.update(len(chunk))
                 continue
+            if (out / MANIFEST).is_file():  # process 0 finished meanwhile, and has removed the parts
+                return
             mine: list[Skipped] = []
             samples: list[Sample] = []
             for batch in _batches(source.take(split, chunk.tolist()), batch_size):
@@ -216,7 +217,8 @@ def claim(out: Path, plan: dict, overwrite: bool, advice: str) -> None:
     if theirs == plan:
         return
     # Shards without a plan (drawn by a model, or of another program) are somebody else's too.
-    held = [path for path in (out / MANIFEST, *sorted(out.glob("shard-*.tar"))) if path.is_file()]
+    found = (out / MANIFEST, *sorted(out.glob("shard-*.tar")), *sorted((out / PARTS).glob("[!.]*")))
+    held = [path for path in found if path.is_file()]
     if held and not overwrite:
         others = ((k, theirs.get(k), v) for k, v in plan.items() if theirs.get(k) != v)
         differing = ", ".join(f"{k}: {there!r} there, {here!r} here" for k, there, here in others)
@@ -225,6 +227,14 @@ def claim(out: Path, plan: dict, overwrite: bool, advice: str) -> None:
         path.unlink()
     shutil.rmtree(out / PARTS, ignore_errors=True)
     write_json(out / PLAN, plan)
+
+
+def tidy(out: Path) -> None:
+    """Remove what only an unfinished `out` needs, and what killed processes were writing."""
+    shutil.rmtree(out / PARTS, ignore_errors=True)
+    for path in out.glob(".*.part"):
+        with suppress(OSError):
+            path.unlink()
 
 
 def wait_for_plan(out: Path, plan: dict, seconds: float = 60.0) -> None:

@@ -143,18 +143,20 @@ class Cache:
 def open_shard(place: str, size: int, sha256: str, cache: Cache | None = None) -> Iterator[IO[bytes]]:
     """A shard as a local file open for reading. Raises ValueError naming it if it cannot be had."""
     try:
-        if not is_url(place):
-            file: IO[bytes] = _patiently(lambda: open(place, "rb"), f"shard {place}")  # noqa: SIM115
-        elif cache:
-            file = cache.open(place, size, sha256)
-        else:
-            file = tempfile.TemporaryFile()  # noqa: SIM115
-            try:
-                fetch(place, size, sha256, file)
-            except BaseException:
-                file.close()
-                raise
+        file = _local(place, size, sha256, cache)
     except FileNotFoundError:
         raise ValueError(f"shard {place} is missing") from None
     with file:
         yield file
+
+
+def _local(place: str, size: int, sha256: str, cache: Cache | None) -> IO[bytes]:
+    if not is_url(place):
+        return _patiently(lambda: open(place, "rb"), f"shard {place}")
+    if cache:
+        return cache.open(place, size, sha256)
+    with contextlib.ExitStack() as until_fetched:
+        file = until_fetched.enter_context(tempfile.TemporaryFile())
+        fetch(place, size, sha256, file)
+        until_fetched.pop_all()
+        return file

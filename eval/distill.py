@@ -6,7 +6,6 @@ process r of n draws blocks r, r + n, ...
 """
 
 import hashlib
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.encode import PARTS, claim, processes, wait_for_plan
+from data.encode import PARTS, claim, processes, tidy, wait_for_plan
 from data.shards import MANIFEST, Manifest, Sample, read_manifest, shard_name, write_shard
 from eval.setup import Decoder, Loaded
 from heads.files import atomic
@@ -73,7 +72,7 @@ def distill(
             tqdm.write(f"waiting for other processes to draw {len(missing)} blocks")
             time.sleep(5)
         _pack(loaded, out, settings, blocks, plan["shards"])
-    shutil.rmtree(out / PARTS, ignore_errors=True)
+    tidy(out)
     return read_manifest(out)
 
 
@@ -94,6 +93,8 @@ def _draw(loaded: Loaded, decoder: Decoder, out: Path, seed: int, blocks: Sequen
     with tqdm(total=sum(map(len, blocks)), desc=f"draw with {decoder.name}", unit="img") as bar:
         for numbers in blocks:
             if not _block(out, numbers).is_file():
+                if (out / MANIFEST).is_file():  # process 0 finished meanwhile, and has removed the parts
+                    return
                 tokens = loaded.draw(decoder, numbers, seed).tokens.cpu().numpy()
                 with atomic(_block(out, numbers)) as temporary, open(temporary, "wb") as file:
                     np.save(file, tokens.astype(np.uint32))

@@ -19,7 +19,7 @@ from heads.files import read_json, write_json, write_text
 CLAIMED = ".claimed"
 MADE = ("metrics.json", "checkpoints", "heads", "backbone", "image_tokenizer")
 """What a run leaves once it has begun; a folder with none of them was claimed by a start that failed."""
-PACKAGES = ("torch", "lightning", "transformers", "webdataset", "safetensors", "draftgrid")
+PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors", "draftgrid")
 
 
 class RunFolder:

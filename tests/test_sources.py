@@ -80,6 +80,27 @@ def test_a_wide_picture_is_cropped_to_its_centre(tmp_path: Path) -> None:
     assert (opened(tmp_path / "a.png") == [0, 255, 0]).all()
 
 
+def test_a_wide_picture_is_padded_with_white(tmp_path: Path) -> None:
+    Image.new("RGB", (40, 20), (10, 20, 30)).save(tmp_path / "a.png")
+    picture = np.asarray(open_picture(Item("a", "", tmp_path / "a.png"), 20, "pad"))
+    assert (picture[:5] == 255).all() and (picture[15:] == 255).all()
+    assert (picture[5:15] == (10, 20, 30)).all()
+
+
+@pytest.mark.parametrize("kind", ["gif", "webp"])
+def test_of_an_animated_picture_the_first_frame_is_taken(tmp_path: Path, kind: str) -> None:
+    first, second = (Image.new("RGB", (16, 16), colour) for colour in ("red", "blue"))
+    first.save(tmp_path / f"a.{kind}", save_all=True, append_images=[second], duration=100)
+    picture = np.asarray(open_picture(Item("a", "", tmp_path / f"a.{kind}"), 8)).astype(int)
+    assert np.abs(picture - np.array([255, 0, 0])).max() <= 3
+
+
+def test_a_picture_of_one_pixel_is_a_plain_surface(tmp_path: Path) -> None:
+    Image.new("RGB", (1, 1), (9, 8, 7)).save(tmp_path / "a.png")
+    picture = open_picture(Item("a", "", tmp_path / "a.png"), 8)
+    assert (np.asarray(picture) == (9, 8, 7)).all() and picture.info["original_size"] == (1, 1)
+
+
 def test_mirror_and_shift_move_pixels_where_they_say(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)

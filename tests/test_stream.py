@@ -1,6 +1,8 @@
 """The training stream: every sample once an epoch, the same order every time, and resume to the very next batch."""
 
+import io
 import itertools
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +57,19 @@ def test_a_batch_holds_the_codes_and_captions_of_its_keys(tmp_path: Path) -> Non
             shard, index = int(key[1]), int(key[3:])
             assert tokens.tolist() == sample(shard, index, (2, 5)).tokens.tolist()
             assert caption == f"caption {shard} {index}"
+
+
+def test_shards_are_webdataset_tars(tmp_path: Path) -> None:
+    import webdataset as wds
+
+    write_set(tmp_path, [4])
+    with open(tmp_path / "shard-000000.tar", "rb") as stream:
+        files = wds.tariterators.tar_file_iterator(stream)
+        rows = list(wds.tariterators.group_by_keys({**f, "__url__": "x"} for f in files))
+    assert [row["__key__"] for row in rows] == all_keys([4])
+    for i, row in enumerate(rows):
+        assert np.load(io.BytesIO(row["tokens.npy"])).tolist() == sample(0, i).tokens.tolist()
+        assert row["txt"].decode() == f"caption 0 {i}" and json.loads(row["json"]) == {"file": "x.png"}
 
 
 def test_order_is_a_function_of_the_seed(tmp_path: Path) -> None:

@@ -121,36 +121,49 @@ def in_step(*numbers: Sequence[int]) -> Iterator[tuple[slice, tuple[int, ...]]]:
 class Sliding:
     """Tensors with one entry a position of the window, made when a position enters and then moved along with it.
 
-    `make(first, count)` gives them for the positions first[b] .. first[b] + count - 1, each (B, count, ...). Only the
-    first `lasting` of what is taken is kept for the next time.
+    `make(first, count)` gives them for the positions first[b] .. first[b] + count - 1, each (B, count, ...). Up to
+    `spare` more are made along, but none from position `end` on: few large calls cost less than many small ones.
     """
 
-    def __init__(self, make: Callable[[Sequence[int], int], tuple[Tensor, ...]]) -> None:
-        self.make = make
+    def __init__(
+        self, make: Callable[[Sequence[int], int], tuple[Tensor, ...]], spare: int = 0, end: int | None = None
+    ) -> None:
+        self.make, self.spare, self.end = make, spare, end
         self.first: list[int] = []
         self.lasting = 0
         self.held: tuple[Tensor, ...] = ()
+        self.taken: tuple[list[int], int, tuple[Tensor, ...]] = [], 0, ()
 
     def take(self, first: Sequence[int], count: int, lasting: int | None = None) -> tuple[Tensor, ...]:
-        held = self.held[0].shape[1] if self.held else 0
+        """(B, count, ...) of these positions; only the first `lasting` of them are good for the next time too."""
+        if self.taken[:2] != (list(first), count):
+            self.taken = list(first), count, self._take(list(first), count, lasting)
+        return self.taken[2]
+
+    def _take(self, first: list[int], count: int, lasting: int | None) -> tuple[Tensor, ...]:
         old = self.first or [0] * len(first)
-        if held == count and old == list(first):
-            return self.held
-        reuse = [max(0, min(count, o + self.lasting - f)) if f >= o else 0 for o, f in zip(old, first, strict=True)]
+        reuse = [max(0, o + self.lasting - f) if f >= o else 0 for o, f in zip(old, first, strict=True)]
+        if min(reuse) < count:
+            spare = self.spare if self.end is None else min(self.spare, max(0, self.end - min(first) - count))
+            self._move(old, first, count + spare, reuse)
+            self.first, self.lasting = first, count + spare if lasting is None else min(count, lasting)
+            return tuple(x[:, :count] for x in self.held)
+        skip = [f - o for o, f in zip(old, first, strict=True)]
+        if len(set(skip)) == 1:
+            return tuple(x[:, skip[0] : skip[0] + count] for x in self.held)
+        return tuple(torch.stack([x[b, s : s + count] for b, s in enumerate(skip)]) for x in self.held)
+
+    def _move(self, old: list[int], first: list[int], size: int, reuse: list[int]) -> None:
+        reuse = [min(size, r) for r in reuse]
         begin = min(reuse)
-        found = self.held
-        if begin < count:
-            fresh = self.make([f + begin for f in first], count - begin)
-            found = tuple(x.new_empty(len(first), count, *x.shape[2:]) for x in fresh)
-            for x, new in zip(found, fresh, strict=True):
-                x[:, begin:] = new
-        else:
-            found = tuple(x.new_empty(len(first), count, *x.shape[2:]) for x in self.held)
+        fresh = self.make([f + begin for f in first], size - begin)
+        found = tuple(x.new_empty(len(first), size, *x.shape[2:]) for x in fresh)
+        for x, new in zip(found, fresh, strict=True):
+            x[:, begin:] = new
         for rows, (o, f, k) in in_step(old, first, reuse):
             for x, before in zip(found, self.held, strict=bool(self.held)):
                 x[rows, :k] = before[rows, f - o : f - o + k]
-        self.first, self.held, self.lasting = list(first), found, count if lasting is None else min(count, lasting)
-        return found
+        self.held = found
 
 
 class Canvas:

@@ -21,6 +21,8 @@ from heads.objective import at_least_fp32
 
 BIRTHS = ("uniform", "onehot", "left", "above")
 COUPLINGS = ("maximal", "gumbel")
+SPARE = 32
+"""Positions whose Gumbel noise is made ahead of time, all in one call."""
 
 
 class SJD(Policy):
@@ -186,7 +188,7 @@ def gumbel_noise(canvas: Canvas) -> Sliding:
         like = torch.empty(shape, dtype=dtype, device=canvas.tokens.device)
         return (canvas.source.gumbel(like, canvas.where(first, count)),)
 
-    return Sliding(make)
+    return Sliding(make, spare=SPARE, end=canvas.grid.positions)
 
 
 def born_of_noise(noise: Sliding, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:

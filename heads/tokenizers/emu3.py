@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from heads.files import read_json
+from heads.files import read_json, write_json
 from heads.tokenizers.base import ImageTokenizer
 
 PREFIX = "vqmodel."
@@ -53,6 +53,9 @@ class Emu3VQ(ImageTokenizer):
 
     def save_pretrained(self, folder: str | Path) -> None:
         self.model.save_pretrained(folder)
+        mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
+        write_json(Path(folder) / "preprocessor_config.json", {"image_mean": mean, "image_std": std})
+        write_json(Path(folder) / "draftgrid.json", {"grid": [self.image_size // self.patch] * 2})
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "Emu3VQ":
@@ -62,13 +65,20 @@ class Emu3VQ(ImageTokenizer):
         folder = Path(folder)
         config = read_json(folder / "config.json")
         mean, std = [0.5] * 3, [0.5] * 3  # Emu3's own
-        if (folder / "preprocessor_config.json").is_file():
-            processor = read_json(folder / "preprocessor_config.json")
-            mean, std = processor.get("image_mean", mean), processor.get("image_std", std)
+        # Published checkpoints have them in the first, those that transformers 5 writes in the second, which wins.
+        for name in ("preprocessor_config.json", "processor_config.json"):
+            if (folder / name).is_file():
+                processor = read_json(folder / name)
+                processor = processor.get("image_processor", processor)
+                mean, std = processor.get("image_mean", mean), processor.get("image_std", std)
         whole = config["model_type"] == "emu3"
         model = Emu3VQVAE(Emu3VQVAEConfig.from_dict(config["vq_config"] if whole else config))
         state = cls._weights(folder, whole)
-        missing, unknown = model.load_state_dict(state, strict=False)
+        try:
+            missing, unknown = model.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{folder}: vision tokenizer does not have the sizes of config.json: {reason}") from None
         if missing or unknown:
             raise ValueError(f"{folder}: vision tokenizer lacks {missing[:3]} and has unknown {unknown[:3]}")
         card = read_json(folder / "draftgrid.json") if (folder / "draftgrid.json").is_file() else {}

@@ -1,0 +1,223 @@
+"""How fast shards stream, against a plain loop over the same tars, and that an epoch is dealt as promised.
+
+    python -m data.bench dir=runs/bench_data samples=60000 shards=64 ranks=2 workers=2
+
+Makes the shards if they are not there: the demo's pictures as 90x90 codes, shifted and mirrored until there are enough.
+"""
+
+import io
+import itertools
+import multiprocessing
+import shutil
+import tarfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from data.shards import MANIFEST, Manifest, Sample, read_manifest, shard_name, write_shard
+from data.sources import open_picture, open_source, pixels
+from data.stream import ShardSet, Split, TokenStream
+from data.verify import verify
+from heads.cli import key, main
+from heads.files import write_json
+from heads.tokenizers import load_tokenizer
+
+PICTURES = 430
+"""Distinct pictures that are encoded; the rest are variants of their codes."""
+
+
+@dataclass
+class BenchConfig:
+    dir: str = key("runs/bench_data", "folder of the shards, made if it holds none")
+    samples: int = key(60000, "samples when making them")
+    shards: int = key(64, "shard files when making them")
+    grid: int = key(90, "rows and columns of codes")
+    ranks: int = key(2, "processes of the epoch that is streamed and counted")
+    workers: int = key(2, "loader workers of each")
+    batch_size: int = key(8, "samples a batch")
+    repeats: int = key(3, "passes for the rates; medians are reported")
+    out: str = key("runs/bench_data.json", "where the figures go")
+    smoke: bool = key(False, "64 samples of 9x9 codes in 8 shards, in another folder")
+
+
+def make(folder: Path, samples: int, shards: int, grid: int) -> Manifest:
+    """The synthetic set; whole or without a manifest."""
+    tokenizer = load_tokenizer("emoji")
+    tokenizer.image_size = grid * tokenizer.patch
+    source = open_source("emoji")
+    items = source.take("train", range(min(PICTURES, samples, source.count("train"))))
+    known = []
+    for batch in tqdm(iter(lambda: list(itertools.islice(items, 16)), []), desc="encode", unit="batch"):
+        pictures = pixels([open_picture(item, tokenizer.image_size) for item in batch])
+        codes = tokenizer.encode(pictures).numpy().astype(np.uint16)
+        known += [(item.caption, c) for item, c in zip(batch, codes, strict=True)]
+    done = []
+    for index, numbers in enumerate(tqdm(np.array_split(np.arange(samples), shards), desc="write", unit="shard")):
+        rows = [_variant(i, known[i % len(known)], i // len(known)) for i in numbers.tolist()]
+        done.append(write_shard(folder / shard_name(index), rows, tokenizer.codebook_size))
+    manifest = Manifest(
+        (grid, grid),
+        tokenizer.fingerprint,
+        tokenizer.codebook_size,
+        "emoji, shifted and mirrored",
+        source.licence,
+        "train",
+        tuple(done),
+    )
+    manifest.save(folder)
+    return manifest
+
+
+def _variant(number: int, known: tuple[str, np.ndarray], turn: int) -> Sample:
+    caption, codes = known
+    codes = np.roll(codes, (7 * turn, 3 * turn), (0, 1))
+    return Sample(f"{number:08d}", codes[:, ::-1] if turn % 2 else codes, caption, {"number": number})
+
+
+def plain(folder: Path, manifest: Manifest) -> int:
+    """The loop one would write by hand: tarfile and numpy, file after file. Returns the samples."""
+    count = 0
+    for shard in manifest.shards:
+        with tarfile.open(folder / shard.file) as tar:
+            for member in tar:
+                content = tar.extractfile(member).read()  # type: ignore[union-attr]
+                if member.name.endswith(".npy"):
+                    torch.from_numpy(np.load(io.BytesIO(content)).astype(np.int64))
+                    count += 1
+                else:
+                    content.decode()
+    return count
+
+
+def streamed(shards: ShardSet, split: Split, rank: int = 0, start: int = 0) -> Iterator[Any]:
+    stream = TokenStream([shards], split, rank=rank, start=start)
+    workers = split.workers if split.workers > 1 else 0
+    return iter(DataLoader(stream, batch_size=None, num_workers=workers))
+
+
+def memory(pid: int) -> float:
+    """MB that are this process's own (USS)."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))) / 1024
+
+
+def epoch_of(folder: Path, split: Split, rank: int, steps: int, results: Any) -> None:
+    """One rank: an epoch's batches; puts (numbers read, seconds, [USS of its workers, over the epoch])."""
+    torch.set_num_threads(1)
+    shards = ShardSet(str(folder), read_manifest(folder))
+    numbers: list[int] = []
+    uss: list[float] = []
+    begun = time.perf_counter()
+    for step, batch in enumerate(itertools.islice(streamed(shards, split, rank), steps)):
+        numbers += map(int, batch.keys)
+        if step % max(1, steps // 20) == steps // 40:
+            uss.append(max(memory(child.pid) for child in multiprocessing.active_children()))  # type: ignore[arg-type]
+    results.put((numbers, time.perf_counter() - begun, uss))
+
+
+def rate(call: Any, samples: int, repeats: int) -> float:
+    """Samples a second, the median of so many passes."""
+    seconds = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begun)
+    return samples / median(seconds)
+
+
+def consumed_by_emu3() -> float:
+    """Pictures a second that training heads on Emu3-8B takes in on 8 H200.
+
+    Frozen forward: 2 FLOP x 8.5e9 weights x 8,200 tokens + attention 2 x 32 layers x 8,200^2 x 4,096. Seven heads of
+    5 x 4,096^2 weights: 6 FLOP x 8,100 cells. 989e12 FLOP/s (dense bf16) a GPU, of which 45 %.
+    """
+    forward = 2 * 8.5e9 * 8200 + 2 * 32 * 8200**2 * 4096
+    heads = 6 * 7 * 5 * 4096**2 * 8100
+    return 8 * 0.45 * 989e12 / (forward + heads)
+
+
+def run(config: BenchConfig) -> None:
+    if config.smoke:
+        config.samples, config.shards, config.grid, config.repeats = 64, 8, 9, 1
+        config.dir += "_smoke"
+    for name in ("samples", "shards", "grid", "ranks", "workers", "batch_size", "repeats"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; at least 1 is needed")
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", ".*Our suggested max number of worker.*")
+    folder = Path(config.dir)
+    if not (folder / MANIFEST).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        make(folder, config.samples, config.shards, config.grid)
+    manifest = read_manifest(folder)
+    if wrong := verify(folder):
+        raise ValueError("; ".join(wrong[:5]))
+    print(f"{manifest.samples} samples, {sum(s.bytes for s in manifest.shards) / 1e9:.2f} GB, all verified")
+    figures = measure(folder, manifest, config)
+    for name, value in figures.items():
+        print(f"  {name:<34} {value:,.2f}" if isinstance(value, float) else f"  {name:<34} {value}")
+    write_json(config.out, {"samples": manifest.samples, "shards": len(manifest.shards)} | figures)
+    print(f"figures: {config.out}")
+
+
+def measure(folder: Path, manifest: Manifest, config: BenchConfig) -> dict[str, Any]:
+    part = Manifest(**{**vars(manifest), "shards": manifest.shards[: max(1, len(manifest.shards) // 8)]})
+    batches = part.samples // config.batch_size
+    one = Split(1, 1, config.batch_size)
+    calls = {
+        "plain": partial(plain, folder, part),
+        "stream": lambda: sum(1 for _ in itertools.islice(streamed(ShardSet(str(folder), part), one), batches)),
+    }
+    rates = {name: [] for name in calls}  # type: dict[str, list[float]]
+    for _ in range(config.repeats):  # taking turns
+        for name, call in calls.items():
+            count = part.samples if name == "plain" else batches * config.batch_size
+            rates[name].append(rate(call, count, 1))
+    figures: dict[str, Any] = {f"{name} (samples/s, one process)": median(r) for name, r in rates.items()}
+    figures["stream / plain"] = median(s / p for s, p in zip(rates["stream"], rates["plain"], strict=True))
+    split = Split(config.ranks, config.workers, config.batch_size)
+    steps = manifest.samples // split.readers // config.batch_size * config.workers
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    ranks = [context.Process(target=epoch_of, args=(folder, split, r, steps, results)) for r in range(config.ranks)]
+    for process in ranks:
+        process.start()
+    parts = [results.get() for _ in ranks]
+    for process in ranks:
+        process.join()
+    seen = Counter(itertools.chain.from_iterable(numbers for numbers, _, _ in parts))
+    assert max(seen.values()) == 1, "a sample came twice in an epoch"
+    uss = [u for _, _, over in parts for u in over]
+    bound = config.ranks * config.workers * config.batch_size
+    figures |= {
+        "ranks x workers": f"{config.ranks} x {config.workers}",
+        "steps of each rank": sorted(len(numbers) // config.batch_size for numbers, _, _ in parts),
+        "seen once, twice, never": [len(seen), 0, manifest.samples - len(seen)],
+        "allowed never": bound,
+        "all ranks (samples/s)": len(seen) / max(seconds for _, seconds, _ in parts),
+        "Emu3-8B on 8 H200 takes (samples/s)": consumed_by_emu3(),
+    }
+    figures["stream / Emu3-8B"] = figures["stream (samples/s, one process)"] / consumed_by_emu3()
+    if uss:
+        firsts, lasts = ([over[i] for _, _, over in parts] for i in (0, -1))
+        figures["USS of a worker (MB): first, last, most"] = [round(max(x), 1) for x in (firsts, lasts, uss)]
+    half = Split(1, 2, config.batch_size)
+    begun = time.perf_counter()
+    next(streamed(ShardSet(str(folder), read_manifest(folder)), half, start=manifest.samples // config.batch_size // 2))
+    figures["first batch after 50 % (s)"] = time.perf_counter() - begun
+    return figures
+
+
+if __name__ == "__main__":
+    main(run, BenchConfig, __doc__)

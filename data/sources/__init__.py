@@ -1,0 +1,67 @@
+"""Where pictures and captions come from: the demo's emoji, a folder, WebDataset tars, anything `datasets` reads."""
+
+from pathlib import Path
+
+from data.sources.base import FITS, NO_CAPTION, Item, Source, open_picture, pixels
+from data.sources.emoji import EmojiSource
+from data.sources.folder import FolderSource
+from data.sources.hub import HubSource
+from data.sources.tars import TarSource
+from heads.files import read_json
+
+__all__ = [
+    "FITS",
+    "NO_CAPTION",
+    "EmojiSource",
+    "FolderSource",
+    "HubSource",
+    "Item",
+    "Source",
+    "TarSource",
+    "open_picture",
+    "open_source",
+    "pixels",
+    "read_prompts",
+]
+
+
+def open_source(name: str, copies: int = 1, image: str = "", caption: str = "", streaming: str = "auto") -> Source:
+    """`emoji`, `folder:PATH` (or just an existing folder), `wds:TARS`, `hf:NAME[@SPLIT]`.
+
+    `image` and `caption` name the columns of a hf: source. Raises ValueError for anything else.
+    """
+    kind, _, rest = name.partition(":")
+    if (image or caption or streaming != "auto") and kind != "hf":
+        raise ValueError(f"image_column, caption_column and streaming belong to hf: sources; source is {name!r}")
+    if copies != 1 and name != "emoji":
+        raise ValueError(f"copies is {copies}, but only source=emoji makes augmented copies")
+    if name == "emoji":
+        return EmojiSource(copies)
+    if kind == "wds" and rest:
+        return TarSource(rest)
+    if kind == "hf" and rest:
+        return HubSource(rest, image, caption, streaming)
+    if kind == "folder" or Path(name).is_dir():
+        return FolderSource(rest if kind == "folder" else name)
+    raise ValueError(
+        f"source is {name!r}; use emoji, folder:PATH with an existing folder, wds:TARS, or hf:NAME[@SPLIT]"
+    )
+
+
+def read_prompts(name: str) -> list[str]:
+    """Prompts from a text file (one a line), a .json list, or `emoji:SPLIT` (one a picture, in the split's order).
+
+    Raises ValueError if the file does not exist or holds no prompt.
+    """
+    if name.startswith("emoji:"):
+        return [item.caption for item in EmojiSource().items(name.removeprefix("emoji:"))]
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"prompts is {name!r}; it is neither a text file nor emoji:train|validation|test")
+    prompts = read_json(path) if path.suffix == ".json" else path.read_text(encoding="utf-8-sig").splitlines()
+    if not isinstance(prompts, list) or not all(isinstance(p, str) for p in prompts):
+        raise ValueError(f"{path} must hold a list of texts")
+    prompts = [p.strip() for p in prompts if p.strip()]
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt")
+    return prompts

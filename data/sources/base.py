@@ -1,0 +1,168 @@
+"""What every source is made of: an item, a list of them, and how a picture is opened.
+
+A source knows how many items a split has and hands them out by number, without opening a picture; a picture is opened
+once. Every item has a key that never changes, so that an interrupted encode knows what it has done.
+"""
+
+import hashlib
+import io
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from data import SPLITS
+
+NO_CAPTION = "no caption"
+FITS = ("crop", "pad")
+CAPTIONS = ("caption", "text", "prompt")
+"""Names under which a caption is looked for, in this order."""
+
+
+@dataclass(frozen=True)
+class Item:
+    key: str
+    caption: str
+    path: Path
+    """The picture's file, or what to call it where it is part of another file."""
+    shift: tuple[int, int] = (0, 0)
+    """Pixels the picture is moved right and down (augmentation)."""
+    mirror: bool = False
+    load: Callable[[], bytes | None] | None = None
+    """The picture's encoded bytes, where it is no file of its own."""
+    size: int = -1
+    """Bytes, where they are known without reading them."""
+
+    @property
+    def identity(self) -> str:
+        """What tells one picture to encode from another without opening it."""
+        size = self.path.stat().st_size if self.size < 0 and self.path.is_file() else self.size
+        return f"{self.key} {self.caption} {size} {self.shift} {self.mirror}"
+
+
+class Source(ABC):
+    name: str
+    licence: str
+    sequential = False
+    """Whether items can only be had in their own order, from a stream."""
+
+    @abstractmethod
+    def count(self, split: str, limit: int = 0) -> int:
+        """Items of one split, at most `limit` if that is not 0. Raises ValueError if the split does not exist."""
+
+    @abstractmethod
+    def take(self, split: str, numbers: Sequence[int]) -> Iterator[Item]:
+        """The items of these numbers, ascending where the source is sequential."""
+
+    @abstractmethod
+    def identity(self, split: str) -> str:
+        """Changes when an item, its caption or the order does."""
+
+
+class ListedSource(Source):
+    """A source whose items are all known at once."""
+
+    @abstractmethod
+    def items(self, split: str) -> list[Item]:
+        """The items of one split, in a fixed order. Raises ValueError if the split does not exist."""
+
+    @cached_property
+    def _listed(self) -> dict[str, list[Item]]:
+        return {}
+
+    def _list(self, split: str) -> list[Item]:
+        if split not in self._listed:
+            self._listed[split] = self.items(split)
+            if not self._listed[split]:
+                raise ValueError(f"source {self.name} has no picture in split {split!r}")
+        return self._listed[split]
+
+    def count(self, split: str, limit: int = 0) -> int:
+        count = len(self._list(split))
+        return min(count, limit or count)
+
+    def take(self, split: str, numbers: Sequence[int]) -> Iterator[Item]:
+        items = self._list(split)
+        return (items[i] for i in numbers)
+
+    def identity(self, split: str) -> str:
+        return hashlib.sha256("\n".join(item.identity for item in self._list(split)).encode()).hexdigest()
+
+
+def by_hash(caption: str) -> str:
+    """90 / 5 / 5 by a hash of the caption, so equal captions stay together, for sources without splits of their own."""
+    bucket = int(hashlib.sha256(caption.encode()).hexdigest()[:8], 16) % 100
+    return "train" if bucket < 90 else "validation" if bucket < 95 else "test"
+
+
+def check_split(split: str, kind: str, *more: str) -> None:
+    if split not in (*SPLITS, *more):
+        raise ValueError(f"split is {split!r}; {kind} has {', '.join((*SPLITS, *more))}")
+
+
+def open_picture(item: Item, size: int, fit: str = "crop") -> Image.Image:
+    """The picture as RGB of size x size: first frame, EXIF rotation applied, transparency on white, made square.
+
+    `fit` says how: crop cuts off what is too long, in equal parts; pad adds white. `info["original_size"]` keeps the
+    picture's own (width, height). Raises ValueError that names it if it is missing or not readable.
+    """
+    try:
+        data = item.load() if item.load else None
+        if item.load and not data:
+            raise ValueError("there is none")
+        with Image.open(io.BytesIO(data) if data else item.path) as file:
+            picture = _rgba(ImageOps.exif_transpose(file))
+    except Exception as error:  # a damaged file makes Pillow raise nearly anything, struct.error and TypeError too
+        raise ValueError(f"{item.path} is not a readable picture: {error}") from None
+    original = picture.size
+    white = Image.new("RGBA", picture.size, "white")
+    picture = Image.alpha_composite(white, picture).convert("RGB")
+    if fit == "crop":
+        picture = ImageOps.fit(picture, (size, size), Image.Resampling.LANCZOS)
+    else:
+        picture = ImageOps.pad(picture, (size, size), Image.Resampling.LANCZOS, color="white")
+    if item.mirror:
+        picture = ImageOps.mirror(picture)
+    if item.shift != (0, 0):
+        canvas = Image.new("RGB", picture.size, "white")
+        canvas.paste(picture, item.shift)
+        picture = canvas
+    picture.info["original_size"] = original
+    return picture
+
+
+def pixels(pictures: Sequence[Image.Image]) -> Tensor:
+    """RGB pictures of one size -> (B, 3, h, w) in [0, 1], what an image tokenizer reads."""
+    return torch.stack([torch.from_numpy(np.array(p)) for p in pictures]).permute(0, 3, 1, 2).float() / 255
+
+
+def _rgba(picture: Image.Image) -> Image.Image:
+    """8-bit RGBA; 16-bit grey is scaled, where Pillow's own conversion would clip it to white."""
+    if picture.mode == "F":
+        raise ValueError("its pixels are floating-point numbers of unknown range; save it with 8 or 16 bits")
+    if picture.mode.startswith("I"):
+        grey = np.asarray(picture).astype(np.float64) / 257
+        picture = Image.fromarray(grey.clip(0, 255).round().astype(np.uint8))
+    return picture.convert("RGBA")
+
+
+def short_key(name: str) -> str:
+    """Readable, short enough for a tar header, and unique: `a b.png` and `a_b.png` are two pictures."""
+    unique = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
+    return re.sub(r"[^A-Za-z0-9-]", "_", name)[:40] + "-" + unique
+
+
+def caption_of(row: dict[str, Any]) -> str:
+    """Raises KeyError or TypeError if there is none, or it is no text."""
+    name = next((name for name in CAPTIONS if name in row), CAPTIONS[0])
+    if not isinstance(row[name], str):
+        raise TypeError(f"caption is {row[name]!r}")
+    return row[name]

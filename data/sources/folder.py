@@ -1,0 +1,59 @@
+"""A folder of pictures and captions."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.sources.base import Item, ListedSource, by_hash, caption_of, check_split, short_key
+
+
+class FolderSource(ListedSource):
+    """A folder of pictures with captions in `metadata.jsonl` (file_name, text) or in a .txt beside each picture.
+
+    The captioned pictures are split 90 / 5 / 5 by a hash of the caption, so equal captions stay together.
+    """
+
+    licence = "that of the folder's pictures"
+    _suffixes = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.name = f"folder:{self.folder.resolve().name}"
+        if not self.folder.is_dir():
+            raise ValueError(f"source folder {self.folder} does not exist")
+
+    def items(self, split: str) -> list[Item]:
+        check_split(split, "a folder", "all")
+        items = [item for item in self._all() if split == "all" or by_hash(item.caption) == split]
+        if not items:
+            raise ValueError(
+                f"{self.folder} has no captioned picture in split {split!r} (captions: metadata.jsonl or .txt)"
+            )
+        return items
+
+    def _all(self) -> Iterator[Item]:
+        captions = self._metadata()
+        found = {p for p in self.folder.rglob("*") if p.suffix.lower() in self._suffixes}
+        # A picture that metadata.jsonl names but that is not there is an item too: opening it tells.
+        for path in sorted(found | captions.keys()):
+            sidecar = path.with_suffix(".txt")
+            caption = captions.get(path)
+            if caption is None and sidecar.is_file():
+                caption = sidecar.read_text(encoding="utf-8-sig", errors="replace").strip()
+            if caption is not None:
+                yield Item(short_key(path.relative_to(self.folder).as_posix()), caption, path)
+
+    def _metadata(self) -> dict[Path, str]:
+        path = self.folder / "metadata.jsonl"
+        captions: dict[Path, str] = {}
+        text = path.read_text(encoding="utf-8-sig") if path.is_file() else ""
+        # Not splitlines(): a caption may hold U+2028 and the like.
+        for number, line in enumerate(text.split("\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                captions[self.folder / row["file_name"]] = caption_of(row)
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(f"{path} line {number} needs file_name and text: {error!r}") from None
+        return captions

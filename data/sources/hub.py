@@ -1,0 +1,132 @@
+"""What the library `datasets` reads."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data.sources.base import CAPTIONS, Item, Source
+
+
+class HubSource(Source):
+    """Whatever `datasets` reads: a name on the hub, a folder of parquet files or the like, a set saved to disk.
+
+    `hf:NAME@SPLIT` names one of its own splits (also a slice, train[:90%], where it is not streamed); without, it is
+    the one called like `split`. Sets on the hub are streamed, in their own order, unless told otherwise.
+    """
+
+    licence = "that of the dataset"
+
+    def __init__(self, name: str, image: str = "", caption: str = "", streaming: str = "auto") -> None:
+        self.dataset, _, self.part = name.partition("@")
+        self.name = f"hf:{Path(self.dataset).name if Path(self.dataset).exists() else self.dataset}"
+        self.image, self.caption = image, caption
+        if streaming not in ("auto", "true", "false"):
+            raise ValueError(f"streaming is {streaming!r}; use auto, true or false")
+        path = Path(self.dataset)
+        self.saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        self.sequential = streaming == "true" or (streaming == "auto" and not path.exists())
+        if self.sequential and self.saved:
+            raise ValueError(f"streaming is {streaming}, but {path} is a set saved to disk, which is read in place")
+        self._opened: dict[str, Any] = {}
+
+    def _open(self, split: str) -> Any:
+        """The split with its pictures left encoded, checked for both columns."""
+        if split not in self._opened:
+            import datasets
+
+            try:
+                found = self._load(datasets, self.part or split)
+            except Exception as error:  # datasets raises its own kinds, the hub's, and pyarrow's
+                reason = str(error).replace("\n", " ") or type(error).__name__
+                where = f"hf:{self.dataset}@{self.part or split}"
+                raise ValueError(f"source {where} cannot be opened: {reason}") from None
+            columns = list(found.column_names or next(iter(found.take(1)), {}))
+            image = self._column("image", self.image, ("image", "jpg", "png", "webp"), columns)
+            caption = self._column("caption", self.caption, CAPTIONS, columns)
+            self.columns = image, caption
+            try:
+                found = found.select_columns([image, caption]).cast_column(image, datasets.Image(decode=False))
+            except (NotImplementedError, TypeError, KeyError, ValueError) as error:  # pyarrow's are such too
+                reason = str(error).replace("\n", " ")
+                raise ValueError(f"source {self.name} has no pictures in column {image!r}: {reason}") from None
+            self._opened[split] = found
+        return self._opened[split]
+
+    def _load(self, datasets: Any, split: str) -> Any:
+        path = Path(self.dataset)
+        if self.saved:
+            found = datasets.load_from_disk(path)
+            if isinstance(found, datasets.DatasetDict):
+                if split not in found:
+                    raise ValueError(f"it has {', '.join(found)}")
+                found = found[split]
+            return found
+        if path.is_file():
+            kind = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+            files = {split.partition("[")[0]: str(path)}
+            return datasets.load_dataset(
+                kind.get(path.suffix, "parquet"), data_files=files, split=split, streaming=self.sequential
+            )
+        return datasets.load_dataset(self.dataset, split=split, streaming=self.sequential)
+
+    def _column(self, what: str, named: str, usual: Sequence[str], columns: list[str]) -> str:
+        for name in [named] if named else usual:
+            if name in columns:
+                return name
+        wrong = f"{what}_column is {named!r}, but" if named else f"{what}_column is not set, and"
+        raise ValueError(f"{wrong} source {self.name} has the columns {', '.join(columns)}; set {what}_column=NAME")
+
+    def count(self, split: str, limit: int = 0) -> int:
+        found = self._open(split)
+        known = (found.info.splits or {}).get(self.part or split)
+        count = len(found) if not self.sequential else known.num_examples if known else 0
+        if not count and not limit:
+            raise ValueError(f"source {self.name} does not say how many rows it has; set limit=N to encode the first N")
+        return min(count or limit, limit or count)
+
+    def take(self, split: str, numbers: Sequence[int]) -> Iterator[Item]:
+        found = self._open(split)
+        if not self.sequential:
+            rows: Iterator[tuple[int, Any]] = ((int(i), found[int(i)]) for i in numbers)
+        else:
+            assert len(numbers) == int(numbers[-1]) - int(numbers[0]) + 1, "a stream is read in its order"
+            rows = zip(map(int, numbers), found.skip(int(numbers[0])), strict=False)
+        image, caption_column = self.columns
+        given = 0
+        for i, row in rows:
+            given += 1
+            picture = row[image] or {}
+            data, file = picture.get("bytes"), picture.get("path")
+            load = partial(lambda data: data, data) if data or not file else None
+            if file and load is None and "://" in file:  # in a zip, or on the hub
+                load = partial(_read, file)
+            caption = row[caption_column] if isinstance(row[caption_column], str) else ""
+            path = Path(f"{self.name} row {i}" if load else str(file))
+            yield Item(f"{i:08d}", caption.strip(), path, load=load)
+        if given < len(numbers):
+            raise ValueError(f"source {self.name} ends at row {int(numbers[0]) + given}; set a smaller limit")
+
+    def identity(self, split: str) -> str:
+        found = self._open(split)
+        image, caption = self.columns
+        if self.sequential:
+            text = str(found.info.version)
+        else:
+            text = "\n".join(map(str, [*found[caption], *_sizes(found.data.column(image))]))
+        return hashlib.sha256(f"{self.name}@{self.part or split} {self.columns}\n{text}".encode()).hexdigest()
+
+
+def _sizes(pictures: Any) -> list[int | None]:
+    """Bytes of each picture of a column, None where it is a file of its own."""
+    import pyarrow.compute as pc
+
+    return pc.binary_length(pc.struct_field(pictures, "bytes")).to_pylist()  # type: ignore[attr-defined]
+
+
+def _read(file: str) -> bytes:
+    import fsspec
+
+    with fsspec.open(file, "rb") as stream:
+        return stream.read()
