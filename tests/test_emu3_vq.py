@@ -78,10 +78,17 @@ def test_codes_and_pictures_are_transformers_own(
     assert tokenizer.pil(codes)[0].size == (24, 16)
 
 
-def test_normalisation_is_the_checkpoints(model: Emu3VQVAE, images: torch.Tensor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resaved", [False, True])
+def test_normalisation_is_the_checkpoints(
+    model: Emu3VQVAE, images: torch.Tensor, tmp_path: Path, resaved: bool
+) -> None:
+    """Saved again by transformers 5, a published checkpoint has both files; transformers reads the newer one."""
     model.save_pretrained(tmp_path)
     mean, std = [0.2, 0.3, 0.4], [0.5, 0.25, 0.125]
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": mean, "image_std": std}))
+    right, other = {"image_mean": mean, "image_std": std}, {"image_mean": [0.9] * 3, "image_std": [0.9] * 3}
+    newer = {"image_processor": right, "processor_class": "Emu3Processor"} if resaved else {"processor_class": "x"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(other if resaved else right))
+    (tmp_path / "processor_config.json").write_text(json.dumps(newer))
     shifted = (images - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
     with torch.no_grad():
         expected = torch.stack(model.encode(shifted, torch.tensor([[16, 24]] * 3)).image_tokens)

@@ -72,6 +72,15 @@ class TestHub:
         with pytest.raises(ValueError, match=r"source hf:.*both@test cannot be opened: it has train, validation"):
             HubSource(str(tmp_path / "both")).count("test")
 
+    def test_one_split_saved_alone_is_not_taken_for_another(self, tmp_path: Path) -> None:
+        rows(3).to_parquet(tmp_path / "rows.parquet")
+        train = datasets.load_dataset("parquet", data_files={"train": str(tmp_path / "rows.parquet")}, split="train")
+        train.save_to_disk(tmp_path / "saved")
+        assert HubSource(str(tmp_path / "saved")).count("train") == 3
+        assert HubSource(f"{tmp_path / 'saved'}@train").count("validation") == 3
+        with pytest.raises(ValueError, match=r"source hf:.*saved@validation cannot be opened: it is train$"):
+            HubSource(str(tmp_path / "saved")).count("validation")
+
     @pytest.mark.parametrize("folder", [False, True])
     @pytest.mark.parametrize("streaming", ["auto", "true"])
     def test_parquet_files_are_read(self, tmp_path: Path, folder: bool, streaming: str) -> None:

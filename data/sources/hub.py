@@ -62,6 +62,8 @@ class HubSource(Source):
                 if split not in found:
                     raise ValueError(f"it has {', '.join(found)}")
                 found = found[split]
+            elif found.split is not None and str(found.split) != split:
+                raise ValueError(f"it is {found.split}")
             return found
         if path.is_file():
             kind = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}

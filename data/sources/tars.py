@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from data.shards import members
-from data.sources.base import Item, ListedSource, by_hash, caption_of, check_split, short_key
+from data.sources.base import CAPTIONS, Item, ListedSource, by_hash, caption_of, check_split, short_key
 
 
 class TarSource(ListedSource):
@@ -57,7 +57,9 @@ class TarSource(ListedSource):
             caption = _span(file, *parts["txt"]).decode("utf-8-sig", "replace").strip()
         elif "json" in parts:
             try:
-                caption = caption_of(json.loads(_span(file, *parts["json"])))
+                row = json.loads(_span(file, *parts["json"]))
+                named = [name for name in CAPTIONS if name in row]
+                caption = "" if named and row[named[0]] is None else caption_of(row)
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} sample {key}: .json holds no caption: {error!r}") from None
         load = partial(_span_of, path, *picture)

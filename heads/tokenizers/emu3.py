@@ -3,6 +3,7 @@
 Only the tensors under `vqmodel.` are read, so the language model beside them costs neither time nor memory.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ class Emu3VQ(ImageTokenizer):
     def codebook(self) -> Tensor:
         return self.model.quantize.embedding.weight
 
+    @property
+    def fingerprint(self) -> str:
+        """The encoder's last weights and the normalisation decide about the codes too."""
+        digest = hashlib.sha256(super().fingerprint.encode())
+        for tensor in (self.mean, self.std, *self.model.quant_conv.parameters()):
+            digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
     def to(self, device: str | torch.device) -> "Emu3VQ":
         self.model.to(device)
         self.mean, self.std = self.mean.to(device), self.std.to(device)
@@ -54,8 +63,8 @@ class Emu3VQ(ImageTokenizer):
     def save_pretrained(self, folder: str | Path) -> None:
         self.model.save_pretrained(folder)
         mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
-        write_json(Path(folder) / "preprocessor_config.json", {"image_mean": mean, "image_std": std})
-        write_json(Path(folder) / "draftgrid.json", {"grid": [self.image_size // self.patch] * 2})
+        size = {"height": self.image_size, "width": self.image_size}
+        write_json(Path(folder) / "preprocessor_config.json", {"image_mean": mean, "image_std": std, "size": size})
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "Emu3VQ":
@@ -64,13 +73,14 @@ class Emu3VQ(ImageTokenizer):
 
         folder = Path(folder)
         config = read_json(folder / "config.json")
-        mean, std = [0.5] * 3, [0.5] * 3  # Emu3's own
+        mean, std, side = [0.5] * 3, [0.5] * 3, SIDE  # Emu3's own
         # Published checkpoints have them in the first, those that transformers 5 writes in the second, which wins.
         for name in ("preprocessor_config.json", "processor_config.json"):
             if (folder / name).is_file():
                 processor = read_json(folder / name)
                 processor = processor.get("image_processor", processor)
                 mean, std = processor.get("image_mean", mean), processor.get("image_std", std)
+                side = (processor.get("size") or {}).get("height", side)
         whole = config["model_type"] == "emu3"
         model = Emu3VQVAE(Emu3VQVAEConfig.from_dict(config["vq_config"] if whole else config))
         state = cls._weights(folder, whole)
@@ -82,7 +92,7 @@ class Emu3VQ(ImageTokenizer):
         if missing or unknown:
             raise ValueError(f"{folder}: vision tokenizer lacks {missing[:3]} and has unknown {unknown[:3]}")
         card = read_json(folder / "draftgrid.json") if (folder / "draftgrid.json").is_file() else {}
-        side = card["grid"][0] * model.spatial_scale_factor if "grid" in card else SIDE
+        side = card["grid"][0] * model.spatial_scale_factor if "grid" in card else side
         return cls(model, mean, std, side)
 
     @staticmethod
