@@ -28,7 +28,7 @@ def _every() -> Iterator[str]:
     yield "chain"
     yield from (f"ssd_coupled:drafts=chain:window={w}" for w in (8, 16, 32, 48, 64))
     yield from (f"ssd_coupled:drafts=chain:window={w}:sweeps=4" for w in (32, 48))
-    yield from (f"ssd_coupled:drafts=chain:coupling=maximal:window={w}" for w in (16, 32))
+    yield from (f"ssd_coupled:drafts=chain:coupling=maximal:window={w}" for w in (16, 32, 48))
     yield from (f"ssd_coupled:drafts=offsets:window={w}" for w in (16, 32))
     # Lossy.
     yield from (f"ssd:rounds={r}" for r in (0, 1, 2, 3))
