@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from torch import Tensor
+from tqdm import tqdm
 
 from data import encode as encode_module
 from data.encode import EncodeConfig, encode, wait_for_plan
@@ -52,6 +54,7 @@ def start(function: Callable[[], object]) -> BaseProcess:
     ready = FORK.Event()
 
     def child() -> None:
+        tqdm.set_lock(threading.RLock())  # the parent's is shared, and would stay locked if this child dies with it
         ready.set()
         function()
 
