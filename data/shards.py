@@ -9,6 +9,7 @@ import json
 import math
 import os
 import tarfile
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -185,14 +186,15 @@ def members(file: IO[bytes], damage: list[str]) -> Iterator[tuple[str, str, int,
 def read_index(file: IO[bytes]) -> Index:
     """The index of an open tar, of what lies before the damage where there is any."""
     keys: list[str] = []
-    parts: list[list[tuple[int, int]]] = []
+    parts = array("q")  # a shard may hold a million samples
     damage: list[str] = []
     for key, suffix, offset, size in members(file, damage):
         if not keys or keys[-1] != key:
             keys.append(key)
-            parts.append([(0, 0)] * len(SUFFIXES))
+            parts.extend([0] * (2 * len(SUFFIXES)))
         if suffix in SUFFIXES:
-            parts[-1][SUFFIXES.index(suffix)] = (offset, size)
+            at = len(parts) + 2 * (SUFFIXES.index(suffix) - len(SUFFIXES))
+            parts[at], parts[at + 1] = offset, size
     return Index(keys, np.array(parts, np.int64).reshape(-1, len(SUFFIXES), 2), *damage)
 
 
