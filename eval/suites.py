@@ -29,6 +29,7 @@ def _every() -> Iterator[str]:
     yield from (f"ssd_coupled:drafts=chain:window={w}" for w in (8, 16, 32, 48, 64))
     yield from (f"ssd_coupled:drafts=chain:window={w}:sweeps=4" for w in (32, 48))
     yield from (f"ssd_coupled:drafts=chain:coupling=maximal:window={w}" for w in (16, 32, 48))
+    yield "ssd_coupled:drafts=chain:coupling=maximal:window=48:decay=0.35"
     yield from (f"ssd_coupled:drafts=offsets:window={w}" for w in (16, 32))
     # Lossy.
     yield from (f"ssd:rounds={r}" for r in (0, 1, 2, 3))
