@@ -8,12 +8,12 @@ Makes the shards if they are not there: the demo's pictures as 90x90 codes, shif
 import io
 import itertools
 import multiprocessing
-import shutil
 import tarfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from data.stream import ShardSet, Split, TokenStream
 from data.verify import verify
 from heads.cli import key, main
 from heads.files import write_json
+from heads.timing import timed
 from heads.tokenizers import load_tokenizer
 
 PICTURES = 430
@@ -112,8 +113,8 @@ def memory(pid: int) -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))) / 1024
 
 
-def epoch_of(folder: Path, split: Split, rank: int, steps: int, results: Any) -> None:
-    """One rank: an epoch's batches; puts (numbers read, seconds, [USS of its workers, over the epoch])."""
+def epoch_of(folder: Path, split: Split, steps: int, rank: int) -> tuple[list[int], float, list[float]]:
+    """One rank: an epoch's batches; (numbers read, seconds, [USS of its workers, over the epoch])."""
     torch.set_num_threads(1)
     shards = ShardSet(str(folder), read_manifest(folder))
     numbers: list[int] = []
@@ -123,17 +124,7 @@ def epoch_of(folder: Path, split: Split, rank: int, steps: int, results: Any) ->
         numbers += map(int, batch.keys)
         if step % max(1, steps // 20) == steps // 40:
             uss.append(max(memory(child.pid) for child in multiprocessing.active_children()))  # type: ignore[arg-type]
-    results.put((numbers, time.perf_counter() - begun, uss))
-
-
-def rate(call: Any, samples: int, repeats: int) -> float:
-    """Samples a second, the median of so many passes."""
-    seconds = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begun)
-    return samples / median(seconds)
+    return numbers, time.perf_counter() - begun, uss
 
 
 def consumed_by_emu3() -> float:
@@ -158,7 +149,6 @@ def run(config: BenchConfig) -> None:
     warnings.filterwarnings("ignore", ".*Our suggested max number of worker.*")
     folder = Path(config.dir)
     if not (folder / MANIFEST).is_file():
-        shutil.rmtree(folder, ignore_errors=True)
         make(folder, config.samples, config.shards, config.grid)
     manifest = read_manifest(folder)
     if wrong := verify(folder):
@@ -175,35 +165,32 @@ def measure(folder: Path, manifest: Manifest, config: BenchConfig) -> dict[str, 
     part = Manifest(**{**vars(manifest), "shards": manifest.shards[: max(1, len(manifest.shards) // 8)]})
     batches = part.samples // config.batch_size
     one = Split(1, 1, config.batch_size)
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "plain": partial(plain, folder, part),
         "stream": lambda: sum(1 for _ in itertools.islice(streamed(ShardSet(str(folder), part), one), batches)),
     }
-    rates = {name: [] for name in calls}  # type: dict[str, list[float]]
+    rates: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(config.repeats):  # taking turns
         for name, call in calls.items():
             count = part.samples if name == "plain" else batches * config.batch_size
-            rates[name].append(rate(call, count, 1))
+            rates[name].append(count / timed(call, torch.device("cpu")))
     figures: dict[str, Any] = {f"{name} (samples/s, one process)": median(r) for name, r in rates.items()}
     figures["stream / plain"] = median(s / p for s, p in zip(rates["stream"], rates["plain"], strict=True))
     split = Split(config.ranks, config.workers, config.batch_size)
     steps = manifest.samples // split.readers // config.batch_size * config.workers
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    ranks = [context.Process(target=epoch_of, args=(folder, split, r, steps, results)) for r in range(config.ranks)]
-    for process in ranks:
-        process.start()
-    parts = [results.get() for _ in ranks]
-    for process in ranks:
-        process.join()
+    with ProcessPoolExecutor(config.ranks, multiprocessing.get_context("fork")) as ranks:
+        parts = list(ranks.map(partial(epoch_of, folder, split, steps), range(config.ranks)))
     seen = Counter(itertools.chain.from_iterable(numbers for numbers, _, _ in parts))
-    assert max(seen.values()) == 1, "a sample came twice in an epoch"
     uss = [u for _, _, over in parts for u in over]
     bound = config.ranks * config.workers * config.batch_size
     figures |= {
         "ranks x workers": f"{config.ranks} x {config.workers}",
         "steps of each rank": sorted(len(numbers) // config.batch_size for numbers, _, _ in parts),
-        "seen once, twice, never": [len(seen), 0, manifest.samples - len(seen)],
+        "seen once, more, never": [
+            sum(n == 1 for n in seen.values()),
+            sum(n > 1 for n in seen.values()),
+            manifest.samples - len(seen),
+        ],
         "allowed never": bound,
         "all ranks (samples/s)": len(seen) / max(seconds for _, seconds, _ in parts),
         "Emu3-8B on 8 H200 takes (samples/s)": consumed_by_emu3(),
