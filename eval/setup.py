@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import data
 
 if not hasattr(data, "SPLITS"):
@@ -21,6 +19,7 @@ from eval.decoders.engine import run as decode
 from heads.backbones import Backbone, load_backbone
 from heads.cli import key
 from heads.config import KINDS
+from heads.device import pick_device
 from heads.files import read_json
 from heads.mtp import MTPHeads
 from heads.tokenizers import ImageTokenizer, load_tokenizer
@@ -116,15 +115,9 @@ def load(config: EvalConfig, decoders: Sequence[Decoder]) -> Loaded:
     if config.images < 1 or config.batch_size < 1:
         raise ValueError(f"images is {config.images} and batch_size is {config.batch_size}; both need at least 1")
     prompts = choose(read_prompts(config.prompts), config.images)
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise ValueError(f"device is {device!r}; use auto, cpu, cuda or cuda:N")
+    device = pick_device(config.device)
     if config.grid and len(config.grid) != 2:
         raise ValueError(f"grid is {config.grid}; use [rows, columns]")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {device!r}, but this machine has no GPU; use device=cpu")
     folders = find_heads(config.heads, decoders)
     grid = (config.grid[0], config.grid[1]) if config.grid else None
     backbone = load_backbone(config.backbone, adapter=config.adapter or None, grid=grid, device=device)

@@ -1,0 +1,101 @@
+"""A backbone against the contract (heads/backbones/base.py), in a minute, before GPUs are booked to train on it.
+
+    python -m heads.check backbone=DIR
+
+Every line measures one promise with random image tokens and prints ok or FAILED; FAILED says what that means and where
+to look. Exit code 0 if all hold, 1 if one does not, 2 for bad input. In Python, for a model already held:
+`check(Backbone.from_model(model, processor))`.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from heads.backbones import Backbone, load_backbone, resolve_checkpoint
+from heads.cli import key, main, nearest
+from heads.contract import DTYPES, SINGLES, Checks, Line
+from heads.device import pick_device
+from heads.tokenizers import ImageTokenizer, load_tokenizer
+
+
+@dataclass
+class CheckConfig:
+    backbone: str = key("emoji", "folder of the backbone; emoji is the demo's own")
+    adapter: str = key("", "the backbone's adapter; '' = what its draftgrid.json says")
+    grid: list[int] = key(list, "[rows, columns]; empty = what the checkpoint says")
+    tokenizer: str = key("", "folder of the image tokenizer; '' = the backbone's own")
+    dtype: str = key("auto", f"{', '.join(DTYPES)}; auto = float32 on a CPU, the checkpoint's own on a GPU")
+    device: str = key("auto", "auto, cpu, cuda, cuda:1, ...")
+    rows: int = key(0, "rows of the grid read token by token; 0 = as many as hold about 300 tokens")
+    seed: int = key(0, "of the random image tokens")
+    smoke: bool = key(False, "one row is read token by token")
+
+
+def check(
+    backbone: Backbone,
+    tokenizer: ImageTokenizer | None = None,
+    *,
+    rows: int = 0,
+    seed: int = 0,
+    reason: str = "no tokenizer given",
+    tell: Callable[[object], None] = print,
+) -> list[Line]:
+    """Measure every line, `tell` each, and return them. Leaves the backbone in eval mode.
+
+    `rows` of the grid are read token by token (0: about 300 tokens). `reason` is why there is no tokenizer.
+    """
+    checks = Checks(backbone, rows, seed)
+    lines: list[Line] = []
+    for name, measure in checks.lines(tokenizer, reason).items():
+        try:
+            with torch.inference_mode():
+                for line in measure():
+                    lines.append(line)
+                    tell(line)
+        except Exception as error:  # an adapter may break in any way, and one line must not hide the others
+            text = " ".join(str(error).split())[:200]
+            lines.append(Line(name, False, f"raised {type(error).__name__}: {text}", "It must not raise here."))
+            tell(lines[-1])
+    return lines
+
+
+def open_tokenizer(config: CheckConfig) -> tuple[ImageTokenizer | None, str]:
+    """(tokenizer, '') or (None, why there is none). Raises ValueError if one is named or there, and does not load."""
+    place: Path = resolve_checkpoint(config.tokenizer or config.backbone)
+    try:
+        return load_tokenizer(place), ""
+    except ValueError as error:
+        if config.tokenizer or (place / "image_tokenizer").is_dir():
+            raise
+        return None, str(error)
+
+
+def run(config: CheckConfig) -> None:
+    begun = time.perf_counter()
+    if config.rows < 0:
+        raise ValueError(f"rows is {config.rows}; use 0 (about {SINGLES} tokens) or more")
+    if config.dtype not in ("auto", *DTYPES):
+        raise ValueError(f"dtype is {config.dtype!r}; use auto or a float type. {nearest(config.dtype, list(DTYPES))}")
+    if config.grid and (len(config.grid) != 2 or min(config.grid) < 1):
+        raise ValueError(f"grid is {config.grid}; use [rows, columns]")
+    device = pick_device(config.device)
+    grid = (config.grid[0], config.grid[1]) if config.grid else None
+    tokenizer, reason = open_tokenizer(config)
+    adapter, dtype = config.adapter or None, DTYPES.get(config.dtype)
+    backbone = load_backbone(config.backbone, adapter=adapter, grid=grid, dtype=dtype, device=device)
+    tokenizer = tokenizer and tokenizer.to(device)
+    lines = check(backbone, tokenizer, rows=1 if config.smoke else config.rows, seed=config.seed, reason=reason)
+    failed = [line.name for line in lines if line.ok is False]
+    seconds = f"{time.perf_counter() - begun:.0f} s"
+    if failed:
+        print(f"{len(failed)} of {len(lines)} FAILED ({', '.join(failed)}), {seconds}")
+        sys.exit(1)
+    print(f"all {sum(line.ok is True for line in lines)} lines hold, {seconds}")
+
+
+if __name__ == "__main__":
+    main(run, CheckConfig, __doc__)

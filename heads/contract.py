@@ -1,0 +1,364 @@
+"""What a backbone promises (heads/backbones/base.py), measured on the backbone itself: the lines of heads.check.
+
+Every promise is compared with something made another way: the Hugging Face model's own logits, a fresh forward, each
+picture alone. Image tokens are random, so that no two cells look alike.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heads.backbones.base import Backbone
+from heads.objective import at_least_fp32, mix_guidance
+from heads.tokenizers import ImageTokenizer
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+"""Largest distance (see `Checks.apart`) that passes for rounding. A state of another cell is some tenths away."""
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCE}
+PROMPTS = ("a red apple", "a big dog, looking left, beside a small blue cup on a wooden table, seen from above")
+SHIFTS = (0, -1, 1, -2, 2)
+"""Sequence places from where a state should sit at which it is looked for."""
+SINGLES = 300
+"""rows=0 reads so many tokens one by one, in whole rows."""
+WINDOW = 1000
+CHUNK = 512
+"""Cells whose logits are held at a time."""
+GUIDANCE = 3.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """One promise: whether it holds (None: it could not be checked), the figure, and what to do if it does not."""
+
+    name: str
+    ok: bool | None
+    figure: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        word = {True: "ok", False: "FAILED", None: "-"}[self.ok]
+        return f"{word:<8}{self.name:<11}{self.figure}" + (f"\n{'':8}{self.advice}" if self.ok is False else "")
+
+
+def emu3_logits(backbone: Backbone, tokens: Tensor, prompt: str, places: Tensor) -> Tensor:
+    """Logits (N, V) of the Hugging Face model itself on the written-out ids, N slots after the prompt (-1: its end).
+
+    The sequence is made here a second time, from the checkpoint's vocabulary, and not by the adapter.
+    """
+    vocabulary = backbone.model.config.vocabulary_map
+    codes = torch.tensor([vocabulary[f"<|visual token {c:06d}|>"] for c in range(backbone.image_vocab_size)])
+    rows = torch.nn.functional.pad(codes[tokens.cpu()], (0, 1), value=vocabulary["<|extra_200|>"])
+    head = backbone.prompt_ids([prompt])[0].cpu()
+    ids = torch.cat([head, rows.flatten()])[None].to(backbone.device)
+    places = (places.cpu() + len(head)).to(backbone.device)
+    logits = backbone.model(input_ids=ids, use_cache=False, logits_to_keep=places).logits[0]
+    return logits[:, codes.to(backbone.device)]
+
+
+OWN_LOGITS: dict[str, Callable[[Backbone, Tensor, str, Tensor], Tensor]] = {"emu3": emu3_logits}
+"""By adapter: the model's own logits, independent of the adapter."""
+
+
+def relative(a: Tensor, b: Tensor) -> Tensor:
+    """(..., N) -> (...): |a - b| / |b|; infinite where a value is not finite."""
+    a, b = at_least_fp32(a), at_least_fp32(b)
+    found = torch.linalg.vector_norm(a - b, dim=-1) / torch.linalg.vector_norm(b, dim=-1).clamp_min(1e-30)
+    return found.nan_to_num(nan=torch.inf)
+
+
+def centred(logits: Tensor) -> Tensor:
+    """Without the constant that a softmax does not see, in fp32 or better."""
+    logits = at_least_fp32(logits)
+    return logits - logits.mean(-1, keepdim=True)
+
+
+class Checks:
+    """The lines, one method each; they yield as they are measured."""
+
+    def __init__(self, backbone: Backbone, rows: int = 0, seed: int = 0) -> None:
+        b, grid = backbone, backbone.grid
+        self.backbone, self.grid, self.tolerance = b, grid, TOLERANCE.get(b.dtype, max(TOLERANCE.values()))
+        self.rows = min(rows or max(2, SINGLES // grid.width), grid.height)
+        generator = torch.Generator().manual_seed(seed)
+        shape = (3, grid.height, grid.width)
+        self.tokens = torch.randint(b.image_vocab_size, shape, generator=generator).to(b.device)
+        self.flat = self.tokens.flatten(1)
+        self.prompt = PROMPTS[0]
+
+    def lines(self, tokenizer: ImageTokenizer | None, reason: str) -> dict[str, Callable[[], Iterator[Line]]]:
+        """In the order they are measured in, by the name of the first line each yields."""
+        return {
+            "loads": self.sizes,
+            "frozen": self.frozen,
+            "logits": self.own,
+            "alignment": self.stepwise,
+            "causality": self.causal,
+            "batch": self.batch,
+            "rollback": self.rollback,
+            "guidance": self.guidance,
+            "rounding": self.noise,
+            "tokenizer": lambda: self.tokenizer(tokenizer, reason),
+        }
+
+    def apart(self, h: Tensor, true: Tensor) -> Tensor:
+        """(N, D) states -> (N,): the larger of the relative distances of the states and of their logits."""
+        found = []
+        for a, b in zip(h.split(CHUNK), true.split(CHUNK), strict=True):
+            logits = (centred(self.backbone.logits(x)) for x in (a, b))
+            found.append(torch.maximum(relative(a, b), relative(*logits)))
+        return torch.cat(found)
+
+    def worst(self, h: Tensor, true: Tensor) -> float:
+        """The largest `apart` of states (..., D)."""
+        return float(self.apart(h.flatten(0, -2), true.flatten(0, -2)).max())
+
+    def states(self, tokens: Tensor, prompts: Sequence[str | None]) -> Tensor:
+        """(B, H, W) -> (B, T, D)."""
+        return self.backbone.states(tokens, prompts)[0].flatten(1, 2)
+
+    def cell(self, position: int) -> str:
+        return f"h[{position // self.grid.width},{position % self.grid.width}]"
+
+    def sizes(self) -> Iterator[Line]:
+        b, grid = self.backbone, self.grid
+        parameters = sum(p.numel() for p in b.parameters())
+        text = (
+            f"{b.name}: adapter {b.adapter}, grid {grid.height}x{grid.width} with {grid.row_end} structure tokens a "
+            f"row, hidden size {b.hidden_size}, {b.image_vocab_size} codes, {parameters:,} parameters, "
+            f"{str(b.dtype).removeprefix('torch.')} on {b.device}, fingerprint {b.fingerprint[:16]}"
+        )
+        e = b.embed(self.flat[:1])
+        sizes = {
+            "embed gives vectors": (e.shape[-1], b.hidden_size),
+            "logits gives codes": (b.logits(e).shape[-1], b.image_vocab_size),
+            "structure_ids gives ids": (len(b.structure_ids()), grid.row_end),
+            "prompt_ids gives prompts": (sum(len(i) > 0 for i in b.prompt_ids([*PROMPTS, None])), 3),
+        }
+        wrong = [f"{what} of {got}, not {want}" for what, (got, want) in sizes.items() if got != want]
+        advice = f"{'; '.join(wrong)}: the adapter's attributes do not describe this checkpoint."
+        yield Line("loads", not wrong, text, advice)
+
+    def frozen(self) -> Iterator[Line]:
+        b = self.backbone
+        training = sum(m.training for m in b.modules())
+        trainable = sum(p.requires_grad for p in b.parameters())
+        first = self.states(self.tokens[:1], [self.prompt])
+        differ = self.worst(self.states(self.tokens[:1], [self.prompt]), first)
+        b.train()
+        flipped = 0 if training else sum(m.training for m in b.modules())
+        for module in b.modules():  # each of the lines below tells of one thing: they are measured in eval mode
+            module.training = False
+        yield Line(
+            "frozen",
+            not training and not trainable and not flipped and differ <= self.tolerance,
+            f"{training} modules in train mode, {flipped} more after train(), {trainable} trainable tensors, "
+            f"two forwards {differ:.1e} apart",
+            "A backbone must be frozen and in eval mode for ever, or dropout changes what heads are trained on: call "
+            "backbone.freeze(), and look at who flips it back. The lines below are measured in eval mode.",
+        )
+
+    def own(self) -> Iterator[Line]:
+        """The model's own logits, looked for some places around where they belong: norm and head apart from place."""
+        b, grid = self.backbone, self.grid
+        if b.adapter not in OWN_LOGITS:
+            yield Line("logits", None, f"heads.check knows no independent reference for adapter {b.adapter}")
+            return
+        rows = sorted({*range(self.rows), grid.height - 1})
+        cells = torch.cat([torch.arange(y * grid.width, (y + 1) * grid.width) for y in rows])
+        h = self.states(self.tokens[:1], [self.prompt])[0, cells.to(b.device)]
+        mine = torch.cat([centred(b.logits(part)) for part in h.split(CHUNK)])
+        places = torch.stack([grid.slot(cells) - 1 + shift for shift in SHIFTS]).clamp(max=grid.slots - 1)
+        asked, index = places.unique(return_inverse=True)
+        true = centred(OWN_LOGITS[b.adapter](b, self.tokens[0], self.prompt, asked))
+        distance = torch.stack([relative(mine, true[i.to(b.device)]).cpu() for i in index])
+        near, which = distance.min(0)
+        yield Line(
+            "logits",
+            bool(near.max() <= self.tolerance),
+            f"at most {float(near.max()):.1e} from the model's own logits, {len(cells)} cells",
+            "logits(h) is not what the model computes from h: is the final norm left out or applied twice, is h taken "
+            "behind it, are the head's image rows in the order of the codes?",
+        )
+        astray = (near <= self.tolerance) & (distance[0] > self.tolerance)
+        first = int(astray.int().argmax())
+        shift = SHIFTS[int(which[first])]
+        yield Line(
+            "place",
+            not astray.any(),
+            f"{int(astray.sum())} of {len(cells)} cells hold the state of another sequence place",
+            f"{self.cell(int(cells[first]))} is the state {abs(shift)} place(s) {'behind' if shift > 0 else 'before'} "
+            "its own: it must be the state just before the token (y,x), at a row start that of the structure token.",
+        )
+
+    def stepwise(self) -> Iterator[Line]:
+        b, T = self.backbone, self.grid.positions
+        true = self.states(self.tokens[:1], [self.prompt])[0]
+        state, h = b.start([self.prompt])
+        found, at = [h[0, 0]], 0
+        while at < T - 1:
+            n = 1 if at < self.rows * self.grid.width else min(WINDOW, T - 1 - at)
+            found.append(b.forward(state, self.flat[:1, at : at + n], [at])[0, 0])
+            at += n
+        apart = self.apart(torch.cat(found), true)
+        at, first = int(apart.argmax()), int((apart > self.tolerance).int().argmax())
+        yield Line(
+            "alignment",
+            bool(apart.max() <= self.tolerance),
+            f"states and start/forward at most {float(apart.max()):.1e} apart ({self.cell(at)}), {T} cells, the first "
+            f"{min(T, self.rows * self.grid.width)} token by token",
+            f"Training and decoding see different states, first at {self.cell(first)}: heads would be trained on one "
+            "thing and used on another. Compare positions, mask and structure tokens.",
+        )
+
+    def causal(self) -> Iterator[Line]:
+        """A changed token must change nothing up to its own cell, and the very next one."""
+        W, T, V = self.grid.width, self.grid.positions, self.backbone.image_vocab_size
+        true = self.states(self.tokens[:1], [self.prompt])[0]
+        leak, deaf, asked = 0.0, [], sorted({0, W - 1, W, T // 2, T - 2} & set(range(T - 1)))
+        for i in asked:
+            changed = self.flat[:1].clone()
+            changed[0, i] = (changed[0, i] + V // 2) % V
+            h = self.states(changed.view(1, *self.tokens.shape[1:]), [self.prompt])[0]
+            before = float(self.apart(h[: i + 1], true[: i + 1]).max())
+            leak = max(leak, before)
+            if self.worst(h[i + 1 : i + 2], true[i + 1 : i + 2]) <= 4 * before:
+                deaf.append(i)
+        what = (
+            f"{self.cell(deaf[0] + 1)} does not depend on the token before it" if deaf else "a state sees its own token"
+        )
+        yield Line(
+            "causality",
+            leak <= self.tolerance and not deaf,
+            f"{len(asked)} tokens changed: states up to them move by {leak:.1e}, the next one in "
+            f"{len(asked) - len(deaf)} of {len(asked)}",
+            f"{what}: h is one cell off or the mask is not causal.",
+        )
+
+    def batch(self) -> Iterator[Line]:
+        prompts = [*PROMPTS, None]
+        alone = torch.cat([self.states(self.tokens[i : i + 1], [p]) for i, p in enumerate(prompts)])
+        differ = [self.worst(self.states(self.tokens, prompts), alone) for _ in range(2)]
+        n = min(self.grid.width + 1, self.grid.positions - 1)
+        together = self.read(PROMPTS, self.flat[:2, :n])[0]
+        each = [self.read([p], self.flat[i : i + 1, :n])[0] for i, p in enumerate(PROMPTS)]
+        decoding = self.worst(together, torch.cat(each))
+        yield Line(
+            "batch",
+            max(*differ, decoding) <= self.tolerance,
+            f"3 unequal prompts together and alone {max(differ):.1e} apart, while decoding {decoding:.1e}",
+            "A picture depends on what else is in its batch: look at padding (positions must not count it, nothing may "
+            "see it) and at what a second call finds left over from the first.",
+        )
+
+    def read(self, prompts: Sequence[str | None], tokens: Tensor, guidance: float = 1.0) -> Tensor:
+        """Decoding's states (G, B, L + 1, D) of and behind tokens (B, L), read in one window."""
+        state, h = self.backbone.start(prompts, guidance)  # type: ignore[arg-type]
+        return torch.cat([h, self.backbone.forward(state, tokens, [0] * len(tokens))], dim=2)
+
+    def fresh(self, prefix: Tensor, tokens: Tensor) -> Tensor:
+        """(k,) and (m,) codes -> (m, D): states behind `tokens`, in a state made for this."""
+        state, _ = self.backbone.start([self.prompt])
+        if len(prefix):
+            self.backbone.forward(state, prefix[None], [0])
+        return self.backbone.forward(state, tokens[None], [len(prefix)])[0, 0]
+
+    def rollback(self) -> Iterator[Line]:
+        b, W, T = self.backbone, self.grid.width, self.grid.positions
+        if T < 3:
+            yield Line("rollback", None, f"a grid of {T} tokens leaves nothing to roll back")
+            return
+        n = min(2 * W + 2, T - 2)
+        right, wrong = self.flat[0], self.flat[1]
+        keeps = sorted({n, n - 1, n // 2, 0} | ({W - 1, W, W + 1} & set(range(n))), reverse=True)
+        worst, at = 0.0, n
+        for keep in keeps:
+            m = min(2, T - 1 - keep)
+            state, _ = b.start([self.prompt])
+            b.forward(state, torch.cat([right[:keep], wrong[keep:n]])[None], [0])
+            b.rollback(state, [keep])
+            h = b.forward(state, right[None, keep : keep + m], [keep])[0, 0]
+            differ = self.worst(h, self.fresh(right[:keep], right[keep : keep + m]))
+            if differ > worst:
+                worst, at = differ, keep
+        state, _ = b.start([self.prompt] * 2)
+        b.forward(state, torch.stack([wrong[:n], right[:n]]), [0, 0])
+        b.rollback(state, [0, n])
+        h = b.forward(state, torch.stack([right[:1], right[n : n + 1]]), [0, n])[0]
+        ragged = max(self.worst(h[i], self.fresh(right[:k], right[k : k + 1])) for i, k in enumerate((0, n)))
+        yield Line(
+            "rollback",
+            max(worst, ragged) <= self.tolerance,
+            f"{len(keeps)} rollbacks of {n} tokens at most {worst:.1e} from a fresh forward (keeping {at}), two "
+            f"samples at different places {ragged:.1e}",
+            "Keys of forgotten tokens are still seen, or positions go on from the wrong place: every decoder but AR "
+            "would draw from a law that is not the model's. Look at the cache's crop and at the mask.",
+        )
+
+    def guidance(self) -> Iterator[Line]:
+        b, n = self.backbone, min(self.grid.width + 1, self.grid.positions - 1)
+        tokens = self.flat[:1, :n]
+        both = self.read([self.prompt], tokens, GUIDANCE)[:, 0]
+        if both.shape[0] != 2:
+            advice = "start must read both branches in one forward whenever guidance is not 1."
+            yield Line("guidance", False, f"start with guidance {GUIDANCE:g} gives {both.shape[0]} branch", advice)
+            return
+        alone = torch.cat([self.read([p], tokens)[:, 0] for p in (self.prompt, None)])
+        differ = self.worst(both[1], both[0])
+        true = mix_guidance(b.logits(alone), GUIDANCE)
+        mixed = float(relative(centred(mix_guidance(b.logits(both), GUIDANCE)), centred(true)).max())
+        same = differ <= self.tolerance / 100
+        yield Line(
+            "guidance",
+            not same and mixed <= self.tolerance * (2 * GUIDANCE - 1),  # mixing multiplies rounding by so much
+            f"branches {differ:.1e} apart, mixed logits {mixed:.1e} from two passes",
+            "The unconditional branch reads the caption, so guidance does nothing: look at prompt_ids(None)."
+            if same
+            else "A branch read together with the other is not what it is alone: look at start's order of rows.",
+        )
+
+    def noise(self) -> Iterator[Line]:
+        b, eps = self.backbone, torch.finfo(self.backbone.dtype).eps
+        prompt = b.embed_ids(b.prompt_ids([self.prompt])[0].to(b.device))[None]
+        embeds = torch.cat([prompt, b.embed(self.flat[:1, : self.rows * self.grid.width])], dim=1)
+        sign = torch.randint(2, embeds.shape, generator=torch.Generator().manual_seed(0)).to(embeds) * 2 - 1
+        positions = torch.arange(embeds.shape[1], device=b.device)[None]
+        h, shaken = (b.trunk(x, positions, None, None)[0] for x in (embeds, embeds * (1 + eps * sign)))
+        differ = self.worst(shaken, h)
+        name = str(b.dtype).removeprefix("torch.")
+        yield Line(
+            "rounding",
+            differ <= self.tolerance,
+            f"inputs changed in their last bit move states by {differ:.1e}; the tolerance of all lines is "
+            f"{self.tolerance:g} in {name}",
+            f"In {name} this model's rounding hides what the lines above look for: check it with a wider dtype=, and "
+            "look for values that overflow.",
+        )
+
+    def tokenizer(self, tokenizer: ImageTokenizer | None, reason: str = "") -> Iterator[Line]:
+        if tokenizer is None:
+            yield Line("tokenizer", None, f"none here, so pictures can be neither encoded nor shown ({reason})")
+            return
+        V, (H, W), tokens = self.backbone.image_vocab_size, self.tokens.shape[1:], self.tokens[:1]
+        codes, side = tokenizer.codebook_size, (H * tokenizer.patch, W * tokenizer.patch)
+        wrong = [] if codes == V else [f"it has {codes} codes, the backbone {V}"]
+        tokens = tokens.clamp(max=codes - 1)
+        picture = tokenizer.decode(tokens)
+        if picture.shape != (1, 3, *side):
+            wrong.append(f"decode gives {tuple(picture.shape)}, not (1, 3, {side[0]}, {side[1]})")
+        if not (picture.min() >= 0 and picture.max() <= 1):
+            wrong.append(f"pixels reach {float(picture.min()):.2g}..{float(picture.max()):.2g}, not 0..1")
+        again = tokenizer.encode(picture)
+        if again.shape != tokens.shape:
+            wrong.append(f"encode gives {tuple(again.shape)}, not {tuple(tokens.shape)}")
+        elif not (again.min() >= 0 and again.max() < codes):
+            wrong.append(f"encode gives codes {int(again.min())}..{int(again.max())} of 0..{codes - 1}")
+        share = f"{float((again == tokens.to(again)).float().mean()):.0%}" if again.shape == tokens.shape else "none"
+        yield Line(
+            "tokenizer",
+            not wrong,
+            f"{type(tokenizer).__name__}: {codes} codes, pictures of {side[0]}x{side[1]}, {share} of random codes come "
+            "back from encode(decode(tokens)) (a learned tokenizer need not be idempotent)",
+            f"{'; '.join(wrong)}: is this the image tokenizer the backbone was trained with?",
+        )
