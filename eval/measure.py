@@ -159,6 +159,7 @@ def step_cost(
     state, _ = backbone.start(prompts, sampling.guidance)
     first, source = [half] * len(prompts), SeededSource(0)
     h = backbone.forward(state, tokens[:, :half], [0] * len(prompts))[:, :, : grid.width]
+    h = h if heads is None else heads.states(backbone, h)
     cells = h.shape[2]
     times: dict[int, list[float]] = {n: [] for n in lengths}
     alone: list[float] = []
@@ -167,7 +168,7 @@ def step_cost(
     def draft_row() -> None:
         assert isinstance(heads, OffsetHeads)
         predicted = heads(h, backbone.embed(tokens[:, :cells]), heads.offsets[-1])
-        q = sampling.probabilities(backbone.logits(predicted))
+        q = sampling.probabilities(heads.logits(backbone, predicted))
         source.draw(q, Where(range(len(prompts)), np.arange(cells), 0))
 
     for _ in range(repeats):

@@ -1,16 +1,18 @@
 """ChainHeads: one head that predicts every cell from the cells above it and the token to its left.
 
 A trunk reads states and embeddings of three cells of the row above (right above and the two to its right, whose states
-have read what lies left of them), each squeezed to `cell` numbers, for a whole window in one call. The left token
+have read what lies left of them), with rows=2 also of two in the row above that, each squeezed to `cell` numbers, for a
+whole window in one call. The left token
 enters last and cheaply, through a gated layer of `rank` units whose input is a part per position plus one per token:
 
     z = [P (h; e) of each cell],    t = W0 z + SwiGLU(RMSNorm(W0 z)),    u = GLU(C RMSNorm(t) + A e_left),
     h_hat = t + M u
 
 So positions can be drafted left to right, each with its newest left token, for a small product a position: the final
-norm only scales and the LM head is linear, so logits(h_hat) = (L t + L M u) / rms(t + M u) with L the linear part of
-norm and head; L t comes with the trunk, and L M is computed once. Missing neighbours are zeros. The head never looks
-right of the left token, so a decoder may record its distribution as the law of a token drawn from it.
+norm only scales (with target=h_post there is none) and the LM head is linear, so
+logits(h_hat) = (L t + L M u) / rms(t + M u) with L the linear part of norm and head; L t comes with the trunk, and L M
+is computed once. Missing neighbours are zeros. The head never looks right of the left token, so a decoder may record
+its distribution as the law of a token drawn from it.
 """
 
 import math
@@ -25,6 +27,8 @@ from heads.mtp import MTPHeads, OffsetHead, RMSNorm, TrainedOn
 
 ABOVE = ((-1, 0), (-1, 1), (-1, 2))
 """Cells the trunk reads, (dy, dx) from the cell that is predicted."""
+FURTHER = ((-2, 0), (-2, 1))
+"""Those it reads too with two rows of context."""
 NAME = "chain"
 
 
@@ -33,6 +37,7 @@ class ChainHeads(MTPHeads):
 
     kind = "chain"
     fields = ("width", "rank", "cell")
+    options = ("rows", "project_rank")
 
     def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
         super().__init__()
@@ -43,7 +48,8 @@ class ChainHeads(MTPHeads):
         self.grid = TokenGrid(*trained_on.grid)
         cell = config.cell or max(1, D // 2)
         self.cell = nn.Linear(2 * D, cell, bias=False)
-        self.trunk = OffsetHead(cell * len(ABOVE), D, config.width or D)
+        self.above = ABOVE if config.rows == 1 else ABOVE + FURTHER
+        self.trunk = OffsetHead(cell * len(self.above), D, config.width or D, config.project_rank)
         self.late_norm = RMSNorm(D)
         self.late_trunk = nn.Linear(D, 2 * self.rank, bias=False)
         self.late_left = nn.Linear(D, 2 * self.rank, bias=False)
@@ -59,16 +65,19 @@ class ChainHeads(MTPHeads):
         source = torch.where(target % grid.width > 0, target - 1, target - grid.width)
         return {NAME: (source, target)}
 
-    def predict(self, h: Tensor, e: Tensor, name: str) -> Tensor:
-        """States and embeddings (B, T, D) of a picture -> predicted states (B, T - 1, D) of all cells but the first."""
+    def predict(self, h: Tensor, e: Tensor, name: str, left: Tensor | None = None) -> Tensor:
+        """States and embeddings (B, T, D) of a picture -> predicted states (B, T - 1, D) of all cells but the first.
+
+        `left` (B, T, D) are embeddings to read as left tokens instead of those of the picture.
+        """
         position = torch.arange(1, self.grid.positions, device=h.device)
-        index, inside = self.grid.around(position, ABOVE)
+        index, inside = self.grid.around(position, self.above)
         t, c = self.look(h[:, index], e[:, index], inside)
-        left = e[:, :-1] * (position % self.grid.width > 0).to(e.dtype)[:, None]
+        left = (e if left is None else left)[:, :-1] * (position % self.grid.width > 0).to(e.dtype)[:, None]
         return t + self.late_down(self.enter(c, self.late_left(left)))
 
     def look(self, h: Tensor, e: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """h, e (..., 3, D) of the row above, inside (..., 3) bool -> t (..., D) and C RMSNorm(t) (..., 2 r)."""
+        """h, e (..., N, D) of the cells above, inside (..., N) bool -> t (..., D) and C RMSNorm(t) (..., 2 r)."""
         z = self.cell(torch.cat([h, e.expand_as(h)], dim=-1)) * inside[..., None].to(h.dtype)
         t = self.trunk(z.flatten(-2))
         return t, self.late_trunk(self.late_norm(t))
@@ -87,6 +96,7 @@ class ChainTables:
 
     def __init__(self, heads: ChainHeads, backbone: Backbone) -> None:
         self.heads, self.backbone = heads, backbone
+        self.normed = heads.config.target != "h_post"
         codes = torch.arange(backbone.image_vocab_size, device=backbone.device)
         left = heads.late_left(backbone.embed(codes))
         self.left = torch.cat([left, torch.zeros_like(left[:1])])
@@ -99,7 +109,8 @@ class ChainTables:
 
     def linear(self, h: Tensor) -> Tensor:
         """L h (..., V), times the root of D so that dividing by the plain norm of h gives the logits."""
-        return self.backbone.logits(h) * torch.linalg.vector_norm(h, dim=-1, keepdim=True)
+        logits = self.heads.logits(self.backbone, h)
+        return logits * torch.linalg.vector_norm(h, dim=-1, keepdim=True) if self.normed else logits
 
     def base(self, t: Tensor) -> Tensor:
         """(..., D) -> (..., V + D): L t and t."""
@@ -109,12 +120,12 @@ class ChainTables:
         """base (R, V + D) of one position and its units (R, r) -> (R, V): the backbone's logits of t + M u."""
         both = torch.addmm(base, u, self.down)
         V = self.backbone.image_vocab_size
-        return both[:, :V] / torch.linalg.vector_norm(both[:, V:], dim=-1, keepdim=True)
+        return both[:, :V] / torch.linalg.vector_norm(both[:, V:], dim=-1, keepdim=True) if self.normed else both[:, :V]
 
     def _check(self, down: Tensor) -> None:
         t = down[: min(4, len(down))] * math.sqrt(down.shape[1]) / down.norm(dim=-1, keepdim=True)[:4]
         u = torch.ones(len(t), len(down), device=t.device, dtype=t.dtype)
-        true, mine = self.backbone.logits(t + u @ down), self.logits(self.base(t), u)
+        true, mine = self.heads.logits(self.backbone, t + u @ down), self.logits(self.base(t), u)
         tolerance = 2e-2 if down.dtype in (torch.bfloat16, torch.float16) else 1e-3
         if (true - mine).abs().max() > tolerance * true.abs().max():
             raise ValueError(

@@ -7,6 +7,7 @@ from heads.grid import Offset
 
 INPUTS = ("h+e", "h", "e")
 KINDS = ("offsets", "chain")
+TARGETS = ("h_pre", "h_post", "token")
 
 
 @dataclass
@@ -14,28 +15,42 @@ class HeadsConfig:
     kind: str = key(
         "offsets", "offsets: one head per offset; chain: one head that reads the row above and the left token"
     )
+    target: str = key(
+        "h_pre",
+        "what a head reads and predicts: h_pre (state before the final norm), h_post (behind it), "
+        "token (as h_pre, but trained on the true token alone)",
+    )
     right: int = key(5, "kind=offsets: heads to the right, 1 .. right cells")
     down: int = key(2, "kind=offsets: heads below, 1 .. down rows")
     width: int = key(0, "hidden width of each head's SwiGLU; 0 = the backbone's hidden size")
     input: str = key("h+e", "kind=offsets: what a head reads, h+e (state and token embedding), h, or e")
-    rank: int = key(0, "kind=chain: units through which the left token enters; 0 = a quarter of the hidden size")
-
+    shared: bool = key(False, "kind=offsets: one trunk for all offsets, and a part of `rank` units for each")
+    project_rank: int = key(0, "rank of the matrix W0 a head begins with; 0 = full")
+    rank: int = key(
+        0,
+        "kind=chain: units through which the left token enters; shared=true: units of an offset's own part; "
+        "0 = a quarter of the hidden size",
+    )
     cell: int = key(0, "kind=chain: numbers each cell above is squeezed to; 0 = half of the hidden size")
+    rows: int = key(1, "kind=chain: rows of context above, 1 or 2")
 
     def check(self) -> None:
         """Raises ValueError naming the field."""
-        if self.cell < 0:
-            raise ValueError(f"heads.cell is {self.cell}; use 0 for half of the hidden size, or a positive number")
-        if self.kind not in KINDS:
-            raise ValueError(f"heads.kind is {self.kind!r}; use one of {', '.join(KINDS)}")
-        if self.rank < 0:
-            raise ValueError(f"heads.rank is {self.rank}; use 0 for a quarter of the hidden size, or a positive rank")
+        for name, known in (("kind", KINDS), ("target", TARGETS), ("input", INPUTS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"heads.{name} is {getattr(self, name)!r}; use one of {', '.join(known)}")
+        for name, default in (
+            ("cell", "half of the hidden size"),
+            ("rank", "a quarter of the hidden size"),
+            ("width", "the backbone's hidden size"),
+            ("project_rank", "full rank"),
+        ):
+            if getattr(self, name) < 0:
+                raise ValueError(f"heads.{name} is {getattr(self, name)}; use 0 for {default}, or a positive number")
         if self.right < 0 or self.down < 0 or self.right + self.down == 0:
             raise ValueError(f"heads.right is {self.right} and heads.down is {self.down}; at least one head is needed")
-        if self.width < 0:
-            raise ValueError(f"heads.width is {self.width}; use 0 for the backbone's hidden size, or a positive width")
-        if self.input not in INPUTS:
-            raise ValueError(f"heads.input is {self.input!r}; use one of {', '.join(INPUTS)}")
+        if self.rows not in (1, 2):
+            raise ValueError(f"heads.rows is {self.rows}; use 1 or 2")
 
     @property
     def offsets(self) -> list[Offset]:
@@ -60,12 +75,27 @@ class OptimConfig:
 
 @dataclass
 class LossConfig:
-    tv: float = key(
-        0.0, "weight of 1 - sum of min(p, q), the chance of a rejected draft, beside Smooth-L1 on the state"
+    state: float = key(
+        1.0, "weight of Smooth-L1 on the state; with heads.target=token, of the cross-entropy to the true token"
     )
+    tv: float = key(0.0, "weight of 1 - sum of min(p, q), the chance of a rejected draft")
+    ce: float = key(0.0, "weight of the cross-entropy -sum of p log q")
+    kl: float = key(0.0, "weight of KL(p || q); its gradient is ce's")
+    weights: dict[str, float] = key(dict, "weights of heads by name, {right1: 2}; those not named have 1")
     guidance: list[float] = key(
-        [1.0], "guidance scales at which that chance is taken; with one other than 1 both branches are trained on"
+        [1.0], "guidance scales at which p and q are taken; with one other than 1 both branches are trained on"
     )
+    top_k: int = key(0, "p keeps its k most likely tokens, and q in tv its own, as when decoding; 0 = all")
+    chunk: int = key(1024, "positions of the batch whose logits are held at once; 0 = all")
+    recompute: bool = key(False, "recompute a head's activations in the backward pass: less memory, a third more work")
+    own_drafts: float = key(
+        0.0, "kind=chain: share of left tokens replaced by one drawn from the head's own q, as when decoding"
+    )
+
+    @property
+    def on_distributions(self) -> bool:
+        """Whether a term compares q with p."""
+        return self.tv > 0 or self.ce > 0 or self.kl > 0
 
     @property
     def guided(self) -> bool:
@@ -73,12 +103,26 @@ class LossConfig:
 
     def check(self) -> None:
         """Raises ValueError naming the field."""
-        if self.tv < 0:
-            raise ValueError(f"loss.tv is {self.tv}; it is a weight, so 0 or more")
+        for name in ("state", "tv", "ce", "kl"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"loss.{name} is {getattr(self, name)}; it is a weight, so 0 or more")
+        if not self.state and not self.on_distributions:
+            raise ValueError("loss.state, loss.tv, loss.ce and loss.kl are all 0; give one of them a weight")
+        for name, weight in self.weights.items():
+            if not 0 <= weight < float("inf"):
+                raise ValueError(f"loss.weights gives {name} the weight {weight}; use 0 or more")
         if not self.guidance:
             raise ValueError("loss.guidance is empty; use [1.0], or the guidance scales you decode with")
-        if self.guided and not self.tv:
-            raise ValueError(f"loss.guidance is {self.guidance}, but loss.tv is 0; only that term has a guidance")
+        for name, value in (("guidance", self.guidance if self.guided else None), ("top_k", self.top_k)):
+            if value and not self.on_distributions:
+                raise ValueError(
+                    f"loss.{name} is {value}, but loss.tv, loss.ce and loss.kl are 0; only those terms know p and q"
+                )
+        for name in ("top_k", "chunk"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"loss.{name} is {getattr(self, name)}; use 0 (all) or more")
+        if not 0 <= self.own_drafts <= 1:
+            raise ValueError(f"loss.own_drafts is {self.own_drafts}; it is a share between 0 and 1")
 
 
 @dataclass

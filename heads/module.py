@@ -12,12 +12,15 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from heads.backbones.base import Backbone
+from heads.chain import ChainHeads
 from heads.config import LossConfig, OptimConfig
+from heads.loss import Objective
 from heads.mtp import MTPHeads
-from heads.objective import acceptance, entropy, mix_guidance, smooth_l1
+from heads.objective import acceptance, entropy, probabilities, smooth_l1
 
 UNCERTAIN = 0.5
 """Nats: positions whose H(p) is at least this are reported apart; the rest is plain background any guess gets right."""
@@ -40,9 +43,9 @@ def adamw(parameters: Sequence[nn.Parameter], config: OptimConfig, steps: int) -
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def guided_name(guidance: float) -> str:
-    """'acceptance_guidance3'; a module name may hold no dot."""
-    return f"acceptance_guidance{guidance:g}".replace(".", "_")
+def guided_name(guidance: float, top_k: int = 0) -> str:
+    """'acceptance_guidance3', 'acceptance_guidance3_top2048'; a module name may hold no dot."""
+    return f"acceptance_guidance{guidance:g}".replace(".", "_") + (f"_top{top_k}" if top_k else "")
 
 
 class _Module(L.LightningModule):
@@ -55,6 +58,8 @@ class _Module(L.LightningModule):
         self.means = nn.ModuleDict()
         self.figures: dict[str, float] = {}
         """The last validation's figures."""
+        self.origin: dict[str, Any] = {}
+        """What an export tells of where the weights come from; goes into every checkpoint."""
 
     def add(self, name: str, values: Tensor) -> None:
         metric = self.means[name]
@@ -78,6 +83,20 @@ class _Module(L.LightningModule):
         for name, value in self.figures.items():
             self.log(name, value)
 
+    def score(self) -> float | None:
+        """What the best checkpoint is best at, more is better; None before the first validation."""
+        return None
+
+    def parts(self) -> list[nn.Module]:
+        """What a strategy that shards weights by module shards one by one."""
+        return []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint |= {"figures": self.figures, "origin": self.origin}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.figures = dict(checkpoint["figures"])
+
     def parameters_to_train(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
 
@@ -96,17 +115,30 @@ class HeadsModule(_Module):
         tables: Mapping[str, Tensor] | None = None,
         guidance: Sequence[float] = (1.0,),
         loss: LossConfig | None = None,
+        seed: int = 0,
     ) -> None:
-        """`tables` holds a (V, V) count table per head's name: the floor of its acceptance."""
+        """`tables` holds a (V, V) count table per head's name: the floor of its acceptance.
+
+        Raises ValueError for a loss these heads cannot have.
+        """
         super().__init__()
         self.backbone = backbone.freeze()
         self.heads, self.optim, self.terms = heads, optim, loss or LossConfig()
         self.tables = dict(tables or {})
         self.guidance = list(guidance)
+        self.seed = seed
+        """Of what the loss draws: heads' own drafts."""
         self.pairs = heads.train_pairs(backbone.grid)
+        self.objective = Objective(self.backbone, heads, self.pairs, self.terms)
+        if self.terms.own_drafts and not isinstance(heads, ChainHeads):
+            raise ValueError(
+                f"loss.own_drafts is {self.terms.own_drafts}, but only chain heads read a left token; use 0"
+            )
         kinds = ["smooth_l1", "cosine", "acceptance", "acceptance_uncertain", "acceptance_table", "top1"]
         names = [f"{kind}/{offset}" for kind in kinds for offset in self.pairs]
-        names += [f"{guided_name(g)}/{offset}" for g in self.guidance if g != 1 for offset in self.pairs]
+        self.scales = [g for g in self.guidance if g != 1 or self.terms.top_k]
+        """Guidance scales measured apart from the plain acceptance, with the loss's top-k."""
+        names += [f"{guided_name(g, self.terms.top_k)}/{offset}" for g in self.scales for offset in self.pairs]
         self.means = nn.ModuleDict({n: MeanMetric() for n in [*names, "backbone_nll", "backbone_entropy"]})
         self.broken = 0
         """Samples of this rank that could not be read and were skipped."""
@@ -118,17 +150,28 @@ class HeadsModule(_Module):
         """Heads only: the backbone never enters a checkpoint."""
         return {k: v for k, v in super().state_dict(*args, **kwargs).items() if k.startswith("heads.")}
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["counts"] = {"broken": self.broken, "samples": dict(self.samples)}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        counts = checkpoint["counts"]
-        self.broken, self.samples = counts["broken"], Counter(counts["samples"])
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Strict about the heads, whatever Lightning asks: a missing or unknown key is an error that names it."""
         mine = {k.removeprefix("heads."): v for k, v in state_dict.items()}
         return self.heads.load_state_dict(mine, strict=True, assign=assign)
+
+    def score(self) -> float | None:
+        """Mean acceptance of the heads."""
+        found = [v for k, v in self.figures.items() if k.startswith("acceptance/")]
+        return sum(found) / len(found) if found else None
+
+    def parts(self) -> list[nn.Module]:
+        return [*self.backbone.blocks, *self.heads.children()]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["counts"] = {"broken": self.broken, "samples": dict(self.samples)}
+        checkpoint["heads"] = self.heads.describe()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        counts = checkpoint["counts"]
+        self.broken, self.samples = counts["broken"], Counter(counts["samples"])
 
     def predict(self, h: Tensor, e: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """States (B, T, D) of a picture -> (predicted, true) states (B, N, D) of one head's targets."""
@@ -138,41 +181,50 @@ class HeadsModule(_Module):
     def states(self, batch: Any) -> tuple[Tensor, Tensor]:
         """What the loss is taken of: states (G, B, H, W, D), G = 2 where it asks for guidance, embeddings (B, H, W, D).
 
-        The conditional branch comes first, then the unconditional one.
+        States as the heads read them; the conditional branch comes first, then the unconditional one.
         """
         tokens, captions = batch.tokens, list(batch.captions)
         if not self.terms.guided:
             h, e = self.backbone.states(tokens, captions)
-            return h[None], e
+            return self.heads.states(self.backbone, h)[None], e
         h, e = self.backbone.states(tokens.repeat(2, 1, 1), captions + [None] * len(captions))
-        return h.unflatten(0, (2, -1)), e[: len(captions)]
+        return self.heads.states(self.backbone, h).unflatten(0, (2, -1)), e[: len(captions)]
 
-    def loss(self, h: Tensor, e: Tensor) -> Tensor:
-        """(G, B, H, W, D) and (B, H, W, D) -> mean over heads of Smooth-L1 + tv * (1 - sum of min(p, q)).
+    def loss(self, h: Tensor, e: Tensor, tokens: Tensor, step: Sequence[int] = ()) -> Tensor:
+        """(G, B, H, W, D), (B, H, W, D), (B, H, W) -> the objective (heads.loss) as a scalar.
 
-        The second term is the mean over `loss.guidance`, p and q both mixed from the branches.
+        `step` are whole numbers that tell this batch from all others, for what is drawn.
         """
-        h, e = h.flatten(2, 3), e.flatten(1, 2)
-        terms = []
-        if self.terms.tv:
+        G = len(h)
+        h, e, tokens = h.flatten(2, 3), e.flatten(1, 2), tokens.flatten(1)
+        states, embeds = h.flatten(0, 1), e.repeat(G, 1, 1)
+        more: tuple[Tensor, ...] = ()
+        if self.terms.own_drafts:
             with torch.no_grad():
-                logits = self.backbone.logits(h)
-                p = [mix_guidance(logits, g).softmax(-1) for g in self.terms.guidance]
-        for name, (_, target) in self.pairs.items():
-            target = target.to(h.device)
-            predicted = torch.stack([self.heads.predict(branch, e, name) for branch in h])
-            terms.append(smooth_l1(predicted, h[:, :, target]))
-            if self.terms.tv:
-                logits = self.backbone.logits(predicted.to(h.dtype))
-                q = [mix_guidance(logits, g).softmax(-1) for g in self.terms.guidance]
-                rejected = [1 - acceptance(a[:, target], b).mean() for a, b in zip(p, q, strict=True)]
-                terms[-1] = terms[-1] + self.terms.tv * torch.stack(rejected).mean()
-        return torch.stack(terms).mean()
+                left = self.objective.own_drafts(h, embeds, tokens, self.generator(step, h.device))
+                more = (self.backbone.embed(left).repeat(G, 1, 1),)
+        predicted = {}
+        for name in self.pairs:
+            if self.terms.recompute:
+                x = checkpoint(self.heads.predict, states, embeds, name, *more, use_reentrant=False)
+            else:
+                x = self.heads.predict(states, embeds, name, *more)
+            predicted[name] = x.unflatten(0, (G, -1))
+        return self.objective(h, predicted, tokens)
 
-    def training_step(self, batch: Any, _: int) -> Tensor:
+    def generator(self, step: Sequence[int], device: torch.device) -> torch.Generator:
+        """Random numbers that depend on the seed and on `step` alone, so that a run taken up again repeats them."""
+        mixed = 0
+        for number in (self.seed, *step):
+            mixed = (mixed * 1_000_003 + number + 1) % 2**63
+        return torch.Generator(device).manual_seed(mixed)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
         with torch.no_grad():
             h, e = self.states(batch)
-        loss = self.loss(h, e)
+        trainer = self.trainer
+        step = (trainer.global_step, index % trainer.accumulate_grad_batches, trainer.global_rank)
+        loss = self.loss(h, e, batch.tokens, step)
         self.log("loss", loss, prog_bar=True)
         self.broken += batch.broken
         self.samples.update(batch.origins)
@@ -182,38 +234,46 @@ class HeadsModule(_Module):
 
     def validation_step(self, batch: Any, _: int) -> None:
         self.broken += batch.broken
-        tokens = batch.tokens.flatten(1)
+        tokens, B = batch.tokens.flatten(1), len(batch.tokens)
         h, e = (s.flatten(1, 2) for s in self.backbone.states(batch.tokens, batch.captions))
-        p = self.backbone.logits(h).float().softmax(-1)
-        self.add("backbone_nll", -p.gather(-1, tokens[..., None]).clamp_min(1e-30).log())
-        self.add("backbone_entropy", entropy(p))
-        uncertain = entropy(p) >= UNCERTAIN
-        for name, (source, target) in self.pairs.items():
-            predicted, true = self.predict(h, e, name)
-            q = self.backbone.logits(predicted.to(h.dtype)).float().softmax(-1)
-            accepted = acceptance(p[:, target], q)
-            self.add(f"smooth_l1/{name}", smooth_l1(predicted, true, "none").mean(-1))
-            self.add(f"cosine/{name}", nn.functional.cosine_similarity(predicted.float(), true.float(), dim=-1))
-            self.add(f"acceptance/{name}", accepted)
-            if (unsure := uncertain[:, target]).any():
-                self.add(f"acceptance_uncertain/{name}", accepted[unsure])
-            self.add(f"top1/{name}", (q.argmax(-1) == p[:, target].argmax(-1)).float())
-            if name in self.tables:
-                floor = self.tables[name].to(p.device)[tokens[:, source]]
-                self.add(f"acceptance_table/{name}", acceptance(p[:, target], floor))
-        for g in self.guidance:
-            if g != 1:
-                self._guided(batch, h, e, g)
+        h = self.heads.states(self.backbone, h)
+        predicted = {name: self.heads.predict(h, e, name).to(h.dtype) for name in self.pairs}
+        for name, x in predicted.items():
+            true = h[:, self.pairs[name][1].to(h.device)]
+            self.add(f"smooth_l1/{name}", smooth_l1(x, true, "none").mean(-1))
+            self.add(f"cosine/{name}", nn.functional.cosine_similarity(x.float(), true.float(), dim=-1))
+        for here, parts in self.objective.chunks.of(B, self.terms.chunk, h.device):
+            p = probabilities(self.heads.logits(self.backbone, h[None, :, here]))
+            self.add("backbone_nll", -p.gather(-1, tokens[:, here, None]).clamp_min(1e-30).log())
+            uncertainty = entropy(p)
+            self.add("backbone_entropy", uncertainty)
+            for name, (of, at) in parts.items():
+                q = probabilities(self.heads.logits(self.backbone, predicted[name][None, :, of]))
+                accepted = acceptance(p[:, at], q)
+                self.add(f"acceptance/{name}", accepted)
+                if (unsure := uncertainty[:, at] >= UNCERTAIN).any():
+                    self.add(f"acceptance_uncertain/{name}", accepted[unsure])
+                self.add(f"top1/{name}", (q.argmax(-1) == p[:, at].argmax(-1)).float())
+                if name in self.tables:
+                    source = self.pairs[name][0][of].to(h.device)
+                    floor = self.tables[name].to(p.device)[tokens[:, source]]
+                    self.add(f"acceptance_table/{name}", acceptance(p[:, at], floor))
+        if self.scales:
+            free = self.backbone.states(batch.tokens, [None] * B)[0]
+            free = self.heads.states(self.backbone, free.flatten(1, 2))
+            both = {n: torch.stack([x, self.heads.predict(free, e, n).to(x.dtype)]) for n, x in predicted.items()}
+            self._guided(torch.stack([h, free]), both)
 
-    def _guided(self, batch: Any, h: Tensor, e: Tensor, guidance: float) -> None:
-        """Acceptance where p and q are both mixed from the conditional and the unconditional branch."""
-        free, _ = self.backbone.states(batch.tokens, [None] * len(batch.captions))
-        branches = torch.stack([h, free.flatten(1, 2)])
-        p = mix_guidance(self.backbone.logits(branches), guidance).softmax(-1)
-        for name, (_, target) in self.pairs.items():
-            predicted = torch.stack([self.predict(b, e, name)[0] for b in branches]).to(h.dtype)
-            q = mix_guidance(self.backbone.logits(predicted), guidance).softmax(-1)
-            self.add(f"{guided_name(guidance)}/{name}", acceptance(p[:, target], q))
+    def _guided(self, h: Tensor, predicted: Mapping[str, Tensor]) -> None:
+        """Acceptance as the decoder meets it: p and q mixed from the branches (2, B, T, D), with the loss's top-k."""
+        k = self.terms.top_k
+        for here, parts in self.objective.chunks.of(h.shape[1], self.terms.chunk, h.device):
+            logits = self.heads.logits(self.backbone, h[:, :, here])
+            for name, (of, there) in parts.items():
+                drafted = self.heads.logits(self.backbone, predicted[name][:, :, of])
+                for g in self.scales:
+                    p = probabilities(logits[:, :, there], g, top_k=k)
+                    self.add(f"{guided_name(g, k)}/{name}", acceptance(p, probabilities(drafted, g, top_k=k)))
 
 
 class BackboneModule(_Module):
@@ -223,6 +283,12 @@ class BackboneModule(_Module):
         super().__init__()
         self.backbone, self.optim = backbone, optim
         self.means = nn.ModuleDict({"backbone_nll": MeanMetric()})
+
+    def score(self) -> float | None:
+        return -self.figures["backbone_nll"] if self.figures else None
+
+    def parts(self) -> list[nn.Module]:
+        return self.backbone.blocks
 
     def nll(self, batch: Any) -> Tensor:
         """(B, T) nats of every image token."""

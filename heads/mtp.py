@@ -8,7 +8,9 @@ predicted state into a draft distribution. Exported heads are a folder: config.j
 import re
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,13 +18,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from heads.backbones.base import Backbone
-from heads.config import KINDS, HeadsConfig
+from heads.config import KINDS, TARGETS, HeadsConfig
 from heads.files import atomic_folder, read_json, write_json, write_text
 from heads.grid import Offset, TokenGrid, offset_name
 
 FORMAT = 1
-TARGETS = ("h_pre",)
-"""What heads predict: the state before the final norm."""
 WEIGHTS = "model.safetensors"
 
 
@@ -55,11 +55,13 @@ class RMSNorm(nn.Module):
 
 
 class OffsetHead(nn.Module):
-    """(..., k D) -> (..., D): W0 z + SwiGLU(RMSNorm(W0 z))."""
+    """(..., k D) -> (..., D): W0 z + SwiGLU(RMSNorm(W0 z)); W0 of rank `rank`, if that is not 0."""
 
-    def __init__(self, inputs: int, hidden: int, width: int) -> None:
+    def __init__(self, inputs: int, hidden: int, width: int, rank: int = 0) -> None:
         super().__init__()
-        self.project = nn.Linear(inputs, hidden, bias=False)
+        self.project: nn.Module = nn.Linear(inputs, hidden, bias=False)
+        if rank:
+            self.project = nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, hidden, bias=False))
         self.norm = RMSNorm(hidden)
         self.gate_up = nn.Linear(hidden, 2 * width, bias=False)  # one product for both: a draft is a few small calls
         self.down = nn.Linear(width, hidden, bias=False)
@@ -70,12 +72,27 @@ class OffsetHead(nn.Module):
         return base + self.down(nn.functional.silu(gate) * up)
 
 
+class OffsetPart(nn.Module):
+    """(..., D) -> (..., D): M GLU(C RMSNorm(t)), what one offset adds to a trunk that all share."""
+
+    def __init__(self, hidden: int, rank: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(hidden)
+        self.up = nn.Linear(hidden, 2 * rank, bias=False)
+        self.down = nn.Linear(rank, hidden, bias=False)
+
+    def forward(self, t: Tensor) -> Tensor:
+        return self.down(nn.functional.glu(self.up(self.norm(t)), dim=-1))
+
+
 class MTPHeads(nn.Module, ABC):
     """What all drafting heads share: what they belong to, saving, loading and refusing a foreign backbone."""
 
     kind: str
     fields: tuple[str, ...]
     """The fields of the config that matter to this kind; the others are neither written nor read."""
+    options: tuple[str, ...]
+    """More such fields, written where they differ from their default: folders of an earlier version lack them."""
     config: HeadsConfig
     trained_on: TrainedOn
     card: str = "# Draftgrid heads\n"
@@ -96,6 +113,14 @@ class MTPHeads(nn.Module, ABC):
     def predict(self, h: Tensor, e: Tensor, name: str) -> Tensor:
         """States and embeddings (B, T, D) of whole pictures -> predicted states (B, N, D) of the targets of `name`."""
 
+    def states(self, backbone: Backbone, h: Tensor) -> Tensor:
+        """(..., D) states before the final norm -> the states these heads read and predict."""
+        return backbone.norm(h) if self.config.target == "h_post" else h
+
+    def logits(self, backbone: Backbone, states: Tensor) -> Tensor:
+        """(..., D) states as these heads read and predict them -> (..., V). The one way from a prediction to logits."""
+        return backbone.project(states) if self.config.target == "h_post" else backbone.logits(states)
+
     def check(self, backbone: Backbone) -> None:
         """Raises ValueError, with both fingerprints, unless these heads were trained on this backbone."""
         mine, theirs = self.trained_on, TrainedOn.of(backbone)
@@ -107,6 +132,34 @@ class MTPHeads(nn.Module, ABC):
         if mine.grid != theirs.grid:
             raise ValueError(f"these heads were trained on a {mine.grid} grid, but the backbone draws {theirs.grid}")
 
+    def describe(self) -> dict[str, Any]:
+        """What config.json says: all that is needed to build these heads, without their weights."""
+        return {
+            "format": FORMAT,
+            "kind": self.kind,
+            "offsets": self.names,
+            "target": self.config.target,
+            **self._fields(),
+            "backbone": {**asdict(self.trained_on), "grid": list(self.trained_on.grid)},
+        }
+
+    @staticmethod
+    def from_description(config: dict[str, Any], where: str) -> "MTPHeads":
+        """Untrained heads as `describe` told; `where` is named in errors. Raises ValueError for what is not known."""
+        for field, known in (("format", (FORMAT,)), ("kind", KINDS), ("target", TARGETS)):
+            if config.get(field) not in known:
+                raise ValueError(f"{where}: {field} is {config.get(field)!r}; this version reads {known}")
+        kind = kind_of(config["kind"])
+        try:
+            fields = {k: config[k] for k in [*kind.fields, *(o for o in kind.options if o in config)]}
+            owner = TrainedOn(**{**config["backbone"], "grid": tuple(config["backbone"]["grid"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{where} lacks or misnames a field: {error}") from None
+        heads = kind(HeadsConfig(kind=config["kind"], target=config["target"], **fields), owner)  # type: ignore[call-arg]
+        if config.get("offsets") != heads.names:
+            raise ValueError(f"{where}: offsets {config.get('offsets')} do not agree with {fields}")
+        return heads
+
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the exported folder, whole or not at all, `card` and `recipe` included."""
         tensors = {k: v.detach().to("cpu").contiguous() for k, v in self.state_dict().items()}
@@ -116,18 +169,15 @@ class MTPHeads(nn.Module, ABC):
         with atomic_folder(folder) as temporary:
             # Through Python's own write: safetensors reports a full disk as an error of no particular kind.
             (temporary / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
-            config = {
-                "format": FORMAT,
-                "kind": self.kind,
-                "offsets": self.names,
-                "target": TARGETS[0],
-                **{field: getattr(self.config, field) for field in self.fields},
-                "backbone": asdict(self.trained_on),
-            }
-            write_json(temporary / "config.json", config)
+            write_json(temporary / "config.json", self.describe())
             write_text(temporary / "README.md", self.card)
             if self.recipe:
                 write_text(temporary / "recipe.yaml", self.recipe)
+
+    def _fields(self) -> dict[str, object]:
+        plain = HeadsConfig()
+        chosen = [o for o in self.options if getattr(self.config, o) != getattr(plain, o)]
+        return {field: getattr(self.config, field) for field in [*self.fields, *chosen]}
 
     @classmethod
     def from_pretrained(cls, folder_or_id: str | Path, backbone: Backbone | None = None) -> "MTPHeads":
@@ -137,19 +187,7 @@ class MTPHeads(nn.Module, ABC):
         missing folder, an unknown format, weights cut short or with a missing, unknown or misshapen tensor.
         """
         folder = _download(folder_or_id)
-        config = read_json(folder / "config.json")
-        for field, known in (("format", (FORMAT,)), ("kind", KINDS), ("target", TARGETS)):
-            if config.get(field) not in known:
-                raise ValueError(f"{folder}/config.json: {field} is {config.get(field)!r}; this version reads {known}")
-        kind = kind_of(config["kind"])
-        try:
-            fields = {k: config[k] for k in kind.fields}
-            owner = TrainedOn(**{**config["backbone"], "grid": tuple(config["backbone"]["grid"])})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{folder}/config.json lacks or misnames a field: {error}") from None
-        heads = kind(HeadsConfig(kind=config["kind"], **fields), owner)
-        if config.get("offsets") != heads.names:
-            raise ValueError(f"{folder}/config.json: offsets {config.get('offsets')} do not agree with {fields}")
+        heads = cls.from_description(read_json(folder / "config.json"), f"{folder}/config.json")
         if backbone is not None:
             heads.check(backbone)
         try:
@@ -184,10 +222,14 @@ class MTPHeads(nn.Module, ABC):
 
 
 class OffsetHeads(MTPHeads):
-    """One independent head per offset (the paper's form)."""
+    """One head per offset: independent (the paper's form), or with a trunk that all share.
+
+    Shared: t = W0 z + SwiGLU(RMSNorm(W0 z)), and each offset adds M GLU(C RMSNorm(t)) of `rank` units of its own.
+    """
 
     kind = "offsets"
     fields = ("right", "down", "width", "input")
+    options = ("shared", "project_rank", "rank")
 
     def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
         super().__init__()
@@ -195,8 +237,11 @@ class OffsetHeads(MTPHeads):
         self.config, self.trained_on = config, trained_on
         D = trained_on.hidden_size
         inputs = D * len(config.input.split("+"))
+        head = partial(OffsetHead, inputs, D, config.width or D, config.project_rank)
+        self.trunk = head() if config.shared else None
         for offset in config.offsets:
-            self.add_module(offset_name(offset), OffsetHead(inputs, D, config.width or D))
+            own = OffsetPart(D, config.rank or max(1, D // 4)) if config.shared else head()
+            self.add_module(offset_name(offset), own)
 
     @property
     def offsets(self) -> list[Offset]:
@@ -220,7 +265,11 @@ class OffsetHeads(MTPHeads):
         """States and embeddings (..., D) of source cells -> predicted states (..., D) of the cells at `offset`."""
         reads = {"h": h, "e": e.expand_as(h)}
         z = torch.cat([reads[name] for name in self.config.input.split("+")], dim=-1)
-        return getattr(self, offset_name(offset))(z)
+        own = getattr(self, offset_name(offset))
+        if self.trunk is None:
+            return own(z)
+        t = self.trunk(z)
+        return t + own(t)
 
 
 def kind_of(name: str) -> type[MTPHeads]:

@@ -279,7 +279,7 @@ def build_heads(
         tokens = data.sample_tokens(TABLE_SAMPLES)
         pairs = heads.train_pairs(backbone.grid)
         tables = {name: count_table(tokens, *pair, backbone.image_vocab_size) for name, pair in pairs.items()}
-    module = HeadsModule(backbone, heads, config.optim, tables, config.guidance, config.loss)
+    module = HeadsModule(backbone, heads, config.optim, tables, config.guidance, config.loss, config.seed)
 
     def finish(trainer: L.Trainer, timer: StepTimer) -> None:
         # A run killed after its last step resumes with nothing to fit, and so without figures.

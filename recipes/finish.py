@@ -53,7 +53,7 @@ def step_parts(
 
     def heads_step() -> None:
         with context():
-            loss = twin.loss(h, e)
+            loss = twin.loss(h, e, batch.tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(heads.parameters(), config.trainer.clip or float("inf"))
         optimizer.step()

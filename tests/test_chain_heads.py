@@ -206,12 +206,12 @@ def test_training_with_the_total_variation_term_raises_acceptance(guidance: list
     optimizer = torch.optim.Adam(heads.parameters(), 3e-3)
 
     def rejected() -> float:
-        return float((module.loss(h, e) - plain.loss(h, e)).detach())
+        return float((module.loss(h, e, tokens) - plain.loss(h, e, tokens)).detach())
 
     before = rejected()
     assert 0 < before < 1
     for _ in range(60):
         optimizer.zero_grad()
-        module.loss(h, e).backward()
+        module.loss(h, e, tokens).backward()
         optimizer.step()
     assert rejected() < 0.8 * before

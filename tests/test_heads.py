@@ -191,7 +191,7 @@ class TestExport:
     @pytest.mark.parametrize(
         "change,message",
         [
-            ({"target": "h_post"}, "target is 'h_post'"),
+            ({"target": "h_mid"}, "target is 'h_mid'"),
             ({"offsets": ["right1"]}, r"offsets \['right1'\] do not agree"),
             ({"kind": "trees"}, "kind is 'trees'"),
             ({"backbone": {"name": "x"}}, "lacks or misnames a field"),
@@ -271,7 +271,7 @@ def test_twenty_bf16_steps_are_finite(heads: tuple[int, int]) -> None:
     losses = []
     for _ in range(20):
         h, e = backbone.states(tokens, list(CAPTIONS))
-        loss = module.loss(h[None], e)
+        loss = module.loss(h[None], e, tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -93,8 +93,11 @@ class TableBackbone(Backbone):
     def from_pretrained(cls, folder: object, **settings: object) -> "TableBackbone":
         raise AssertionError("a table is not loaded")
 
-    def logits(self, h: Tensor) -> Tensor:
-        return self.spread * torch.nn.functional.rms_norm(h, h.shape[-1:], eps=1e-12) if self.normed else h
+    def norm(self, h: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(h, h.shape[-1:], eps=1e-12) if self.normed else h
+
+    def project(self, h: Tensor) -> Tensor:
+        return self.spread * h if self.normed else h
 
     def row(self, prefix: Sequence[int]) -> int:
         """Place in the table; behind the picture's end the last row."""

@@ -43,5 +43,5 @@ class Chain(SJD):
         h = canvas.hidden[:, rows, start - 1 : start]
         e = canvas.backbone.embed(canvas.tokens[rows, start - 1 : start])
         predicted = torch.cat([canvas.heads(h, e, (0, k)) for k in range(1, count + 1)], dim=2)
-        q = canvas.sampling.probabilities(canvas.backbone.logits(predicted))
+        q = canvas.sampling.probabilities(canvas.heads.logits(canvas.backbone, predicted))
         return self.first_token(canvas, q, rows, start), q

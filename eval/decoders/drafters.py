@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eval.decoders.engine import Canvas, Sliding, in_step
-from heads.chain import ABOVE, ChainHeads
+from heads.chain import ChainHeads
 from heads.grid import Offset
 from heads.mtp import OffsetHeads
 from heads.objective import at_least_fp32
@@ -45,8 +45,8 @@ class ChainDrafter(Drafter):
         self.canvas, self.heads, self.tables = canvas, heads, heads.tables(canvas.backbone)
         grid = canvas.grid
         self.reach = grid.width
-        self.settled = grid.width - max(x for _, x in ABOVE)
-        self.around = grid.around(torch.arange(grid.positions, device=canvas.backbone.device), ABOVE)
+        self.settled = grid.width - max(x for _, x in heads.above)
+        self.around = grid.around(torch.arange(grid.positions, device=canvas.backbone.device), heads.above)
         self.no_left = canvas.backbone.image_vocab_size
         self.kept = Sliding(self._trunk)
 
@@ -117,7 +117,7 @@ class OffsetDrafter(Drafter):
             runs = self._runs(canvas, f, min(f + count, canvas.grid.positions), n, known)
             if runs:
                 states = torch.cat([canvas.predict(o, low, high, rows) for o, low, high in runs], dim=2)
-                q = canvas.sampling.probabilities(canvas.backbone.logits(states)).to(mean)
+                q = canvas.sampling.probabilities(self.heads.logits(canvas.backbone, states)).to(mean)
                 votes = [0] * count
                 at = 0
                 for _, low, high in runs:

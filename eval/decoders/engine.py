@@ -190,7 +190,7 @@ class Canvas:
         self.ahead = [0] * B
         """(B,) drafted tokens behind the committed ones that the next forward feeds."""
         self.hidden: Tensor | None = None
-        """(G, B, T, D) newest state of every position; kept only for heads."""
+        """(G, B, T, D) newest state of every position, as the heads read it; kept only for heads."""
         self.known = [0] * B
         """(B,) positions whose state some forward has computed."""
         self.visit = 0
@@ -231,6 +231,8 @@ class Canvas:
 
     def remember(self, h: Tensor, first: Sequence[int]) -> None:
         """Keep the states h (G, B, L, D) of the positions first[b] + 1 on, as far as they belong to the sample."""
+        assert self.heads is not None
+        h = self.heads.states(self.backbone, h)
         if self.hidden is None:
             self.hidden = h.new_zeros(h.shape[0], *self.tokens.shape, h.shape[-1])
         ends = [min(n + a, self.grid.positions - 1) + 1 for n, a in zip(self.committed, self.ahead, strict=True)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eval.decoders.randomness import SMALL, RandomSource, Where, block_size
-from heads.objective import mix_guidance
+from heads.objective import probabilities
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,7 @@ class Sampling:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """(G, ..., V) logits of the guidance branches -> (..., V): mix, temperature, top-k, top-p, softmax."""
-        z = mix_guidance(logits, self.guidance)
-        if self.temperature == 0:
-            return torch.zeros_like(z).scatter_(-1, z.argmax(-1, keepdim=True), 1.0)
-        if self.temperature != 1:
-            z = z / self.temperature
-        if 0 < self.top_k < z.shape[-1]:
-            kth = z.topk(self.top_k, dim=-1).values[..., -1:]
-            z = z.masked_fill(z < kth, -torch.inf)
-        p = z.softmax(-1)
-        if self.top_p < 1:
-            ordered, index = p.sort(-1, descending=True)
-            outside = ordered.cumsum(-1) - ordered >= self.top_p
-            p = p.masked_fill(torch.zeros_like(outside).scatter_(-1, index, outside), 0.0)
-            p = p / p.sum(-1, keepdim=True)
-        return p
+        return probabilities(logits, self.guidance, self.temperature, self.top_k, self.top_p)
 
 
 def keep(y: Tensor, q: Tensor, p: Tensor, source: RandomSource, where: Where) -> Tensor:

@@ -122,8 +122,9 @@ class SSD(Policy):
         runs = self._plan(canvas, start)
         records = [q]
         if runs:
+            assert canvas.heads is not None
             predicted = torch.cat([canvas.predict(*run) for run in runs], dim=2)
-            drafted = canvas.sampling.probabilities(canvas.backbone.logits(predicted))
+            drafted = canvas.sampling.probabilities(canvas.heads.logits(canvas.backbone, predicted))
             end = runs[-1][2]
             canvas.tokens[:, start + 1 : end] = canvas.source.draw(
                 drafted, canvas.where([start + 1] * B, end - start - 1)

@@ -43,6 +43,26 @@ class DecodeState:
         return len(self.slots)
 
 
+class ImageHead(nn.Module):
+    """The rows of an LM head that stand for image tokens, as a module of its own that shares the weight."""
+
+    index: Tensor
+
+    def __init__(self, weight: nn.Parameter, rows: slice | Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+        if isinstance(rows, slice):
+            self.rows: slice | None = rows  # a view and no copy
+        else:
+            self.rows = None
+            self.register_buffer("index", rows, persistent=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(..., D) -> (..., V)."""
+        rows = self.weight[self.index if self.rows is None else self.rows]
+        return nn.functional.linear(h, rows.to(h.dtype))
+
+
 class Backbone(nn.Module, ABC):
     """One frozen model. Subclasses set the attributes and write the abstract methods; the rest is common.
 
@@ -81,8 +101,16 @@ class Backbone(nn.Module, ABC):
         """(R, L, D) input embeddings -> (R, L, D) hidden states before the final norm."""
 
     @abstractmethod
-    def logits(self, h: Tensor) -> Tensor:
-        """(..., D) states before the final norm -> (..., V) logits over the image vocabulary only."""
+    def norm(self, h: Tensor) -> Tensor:
+        """(..., D) states before the final norm -> (..., D) behind it."""
+
+    @abstractmethod
+    def project(self, h: Tensor) -> Tensor:
+        """(..., D) states behind the final norm -> (..., V) logits over the image vocabulary only.
+
+        Through the call of the module that owns the weight, as in `ImageHead`: ZeRO-3 and FSDP gather a weight's parts
+        when its module is called.
+        """
 
     @abstractmethod
     def identity(self) -> dict[str, Tensor]:
@@ -92,7 +120,16 @@ class Backbone(nn.Module, ABC):
         """`trunk` while decoding: what `compile_decoding` compiles."""
         return self.trunk(embeds, positions, mask, cache)
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The transformer layers, which FSDP shards one by one."""
+        return []
+
     # What all share --------------------------------------------------------------------------------------------------
+
+    def logits(self, h: Tensor) -> Tensor:
+        """(..., D) states before the final norm -> (..., V): the model's own logits of image tokens."""
+        return self.project(self.norm(h))
 
     def freeze(self) -> "Backbone":
         self.requires_grad_(False)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.backbones.base import CARD, Backbone
+from heads.backbones.base import CARD, Backbone, ImageHead
 from heads.backbones.cache import RaggedCache
 from heads.files import write_json
 from heads.grid import TokenGrid
@@ -58,6 +58,7 @@ class Emu3Backbone(Backbone):
         # The published vocabulary lists visual tokens in order, so image rows are one slice, a view and no copy.
         first = int(ids[0])
         self._rows = slice(first, first + len(ids)) if torch.equal(ids, torch.arange(len(ids)) + first) else None
+        self.image_head = ImageHead(model.lm_head.weight, ids if self._rows is None else self._rows)
         self._row_end = vocabulary[ROW_END]
 
     @classmethod
@@ -111,6 +112,10 @@ class Emu3Backbone(Backbone):
     @property
     def layers(self) -> int:
         return self.model.config.text_config.num_hidden_layers
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.text.layers)
 
     def prompt_ids(self, prompts: Sequence[str | None]) -> list[Tensor]:
         grid, scale = self.grid, self.processor.downsample_ratio
@@ -166,9 +171,11 @@ class Emu3Backbone(Backbone):
     def _image_rows(self, weight: Tensor) -> Tensor:
         return weight[self._rows] if self._rows else weight[self.image_ids]
 
-    def logits(self, h: Tensor) -> Tensor:
-        head = self.model.lm_head
-        return nn.functional.linear(self.text.norm(h), self._image_rows(head.weight).to(h.dtype))
+    def norm(self, h: Tensor) -> Tensor:
+        return self.text.norm(h)
+
+    def project(self, h: Tensor) -> Tensor:
+        return self.image_head(h)
 
     def identity(self) -> dict[str, Tensor]:
         return {
