@@ -132,7 +132,8 @@ def sheet(heads: Path, config: TrainConfig, folder: RunFolder) -> None:
         tokenizer=config.backbone.tokenizer,
         prompts=s.prompts,
         images=s.images,
-        guidance=s.guidance,
+        guidance=config.decoding.guidance,
+        top_k=config.decoding.top_k,
         seed=config.seed,
     )
     decoders = parse_decoders("ar,ssd_coupled" if config.heads.kind == "chain" else f"ar,ssd:rounds={s.rounds}")

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.config import StreamConfig
+from eval.config import DecodingConfig, EvaluateConfig
 from heads.cli import key
 from heads.config import Emu3Size, HeadsConfig, LossConfig, OptimConfig
 
@@ -40,7 +41,6 @@ class SheetConfig:
     images: int = key(6, "held-out prompts drawn with AR and SSD at the end; 0 = none")
     prompts: str = key("emoji:test", "text file of prompts, or emoji:validation|test")
     rounds: int = key(2, "verification rounds of SSD")
-    guidance: float = key(1.0, "guidance scale; 1 = off")
 
 
 @dataclass
@@ -58,8 +58,14 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    guidance: list[float] = key([1.0, 3.0], "guidance scales at which validation measures acceptance")
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     sheet: SheetConfig = field(default_factory=SheetConfig)
+
+    @property
+    def guidance(self) -> list[float]:
+        """Guidance scales at which validation measures acceptance: none, and the one the heads are for."""
+        return sorted({1.0, self.decoding.guidance})
 
     def check(self) -> None:
         """Cross-field checks. Raises ValueError naming the field, the value and what would be right."""
@@ -88,5 +94,8 @@ class TrainConfig:
             raise ValueError(f"sheet.rounds is {self.sheet.rounds}; use 0 (draft only) or more")
         if self.backbone.grid and (len(self.backbone.grid) != 2 or min(self.backbone.grid) < 1):
             raise ValueError(f"backbone.grid is {self.backbone.grid}; use [rows, columns]")
-        for part in (self.data, self.heads, self.loss, self.optim):
+        for part in (self.data, self.heads, self.loss, self.optim, self.decoding):
             part.check()
+        self.evaluate.check(self.heads.kind)
+        if self.evaluate.every and self.task == "backbone":
+            raise ValueError(f"evaluate.every is {self.evaluate.every}, but task=backbone trains no heads; use 0")
