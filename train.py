@@ -2,11 +2,12 @@
 
     python train.py                                        # the demo: recipe=emoji_ssd, a laptop, minutes
     python train.py recipe=emoji_backbone                  # the demo's backbone itself
-    torchrun --nproc_per_node=2 train.py trainer.accelerator=cpu
+    torchrun --nproc_per_node=8 train.py trainer.strategy=deepspeed_2
 
 Compose a recipe, build, fit, export. Keys: python train.py --help
 """
 
+import sys
 from pathlib import Path
 
 from heads.cli import main
@@ -14,25 +15,38 @@ from recipes.schema import DEFAULT, RECIPES, TrainConfig
 
 
 def run(config: TrainConfig) -> None:
-    from heads.run_folder import RunFolder
-    from recipes.build import build, claim
-
     config.check()
+    if config.plan:
+        from recipes.plan import show
+
+        return show(config)
+    from heads import ranks
+    from heads.run_folder import RunFolder
+    from heads.saving import Stopped
+    from heads.strategy import choose_devices
+    from recipes.build import build, claim, shrink
+
+    shrink(config)
+    accelerator, devices = choose_devices(config.trainer.accelerator, config.trainer.devices)
+    ranks.launch(devices, config.trainer.num_nodes)
     folder = RunFolder(config.out or Path("runs") / config.recipe)
-    if claim(folder, config):
-        print(f"finished before: {folder.path} (overwrite=true starts anew)")
-        return
-    try:
-        job = build(config, folder)
-    except ValueError:
-        folder.release()
-        raise
-    try:
-        job.trainer.fit(job.module, job.data, ckpt_path=folder.last_checkpoint(), weights_only=True)
-    except SystemExit:  # how Lightning ends a run at Ctrl-C
-        print(f"stopped at step {job.trainer.global_step}; the same command goes on from {folder.checkpoints}")
-        raise
-    job.finish()
+    with ranks.group(gpu=accelerator == "gpu"):
+        if ranks.on_rank_zero(lambda: claim(folder, config)):
+            print(f"finished before: {folder.path} (overwrite=true starts anew)")
+            return
+        try:
+            job = build(config, folder)
+        except ValueError:
+            if ranks.rank_zero():
+                folder.release()
+            raise
+        try:
+            job.trainer.fit(job.module, job.data, ckpt_path=folder.last_checkpoint(), weights_only=True)
+        except Stopped as stop:
+            if ranks.rank_zero():
+                print(stop)
+            sys.exit(stop.code)
+        job.finish()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The LightningDataModule: the shard sets a recipe names, checked, streamed, and taken up again where a run stopped."""
 
 import hashlib
+import signal
 from dataclasses import asdict
 from typing import Any
 
@@ -60,7 +61,8 @@ class TokenDataModule(L.LightningDataModule):
         self.seen = self._processed()
         stream = TokenStream(self.train_sets, self.split, self.seed, c.caption_dropout, rank, self.start)
         self._tell(rank)
-        return DataLoader(stream, batch_size=None, num_workers=c.workers)
+        # A Ctrl-C reaches a terminal's whole process group; the run itself decides when to end.
+        return DataLoader(stream, batch_size=None, num_workers=c.workers, worker_init_fn=_ignore_interrupt)
 
     def val_dataloader(self) -> DataLoader:
         c = self.config
@@ -116,3 +118,7 @@ class TokenDataModule(L.LightningDataModule):
     def sample_tokens(self, limit: int) -> Tensor:
         """(N, H, W) codes of the first `limit` training samples in file order: for count tables."""
         return first_tokens(self.train_sets, limit)
+
+
+def _ignore_interrupt(_: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

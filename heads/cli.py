@@ -45,21 +45,35 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """' Did you mean X?' or the list of known names."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if not close and "." not in name:
-        close = [k for k in known if k.rsplit(".", 1)[-1] == name][:1]
+        ends = {k.rsplit(".", 1)[-1]: k for k in known}
+        close = [ends[end] for end in difflib.get_close_matches(name, list(ends), n=1, cutoff=0.6)]
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
 
 
 def split_overrides(arguments: Sequence[str], known: dict[str, tuple[Any, Any, str]]) -> dict[str, str]:
-    """['a=b', ...] -> {'a': 'b'}; raises ValueError for an argument without '=' or with an unknown key."""
+    """['a=b', ...] -> {'a': 'b'}; the last part of a key is enough where it is the only one that ends so.
+
+    Raises ValueError for an argument without '=', an unknown key, or one that may mean several.
+    """
     pairs: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not equals:
             raise ValueError(f"argument {argument!r} is not key=value. {nearest(argument, list(known))}")
-        if name not in known:
-            raise ValueError(f"unknown key {name!r}. {nearest(name, list(known))}")
-        pairs[name] = value
+        pairs[_full_name(name, list(known))] = value
     return pairs
+
+
+def _full_name(name: str, known: Sequence[str]) -> str:
+    """A known key; the last part of one is enough where only one ends so: strategy for trainer.strategy."""
+    if name in known:
+        return name
+    found = [] if "." in name else [k for k in known if k.endswith(f".{name}")]
+    if len(found) > 1:
+        raise ValueError(f"key {name!r} is short for several: {', '.join(found)}; write one of them")
+    if not found:
+        raise ValueError(f"unknown key {name!r}. {nearest(name, list(known))}")
+    return found[0]
 
 
 def compose(schema: type[T], arguments: Sequence[str], recipes: Path | None = None, default_recipe: str = "") -> T:

@@ -151,11 +151,13 @@ class Objective:
 
 
 class _GradientAhead(torch.autograd.Function):
-    """A scalar whose gradients are computed along with it."""
+    """A scalar whose gradients are computed along with it; they are zero where it is not finite."""
 
     @staticmethod
     def forward(ctx: Any, evaluate: Callable[..., tuple[Tensor, list[Tensor]]], *inputs: Tensor) -> Tensor:
         value, gradients = evaluate(inputs)
+        if not value.isfinite():
+            gradients = [torch.zeros_like(g) for g in gradients]
         ctx.save_for_backward(*gradients)
         return value
 

@@ -116,10 +116,12 @@ class HeadsModule(_Module):
         guidance: Sequence[float] = (1.0,),
         loss: LossConfig | None = None,
         seed: int = 0,
+        max_skipped: float = 0.01,
     ) -> None:
         """`tables` holds a (V, V) count table per head's name: the floor of its acceptance.
 
-        Raises ValueError for a loss these heads cannot have.
+        `max_skipped` is the share of samples without finite states or loss that training puts up with. Raises
+        ValueError for a loss these heads cannot have.
         """
         super().__init__()
         self.backbone = backbone.freeze()
@@ -142,18 +144,10 @@ class HeadsModule(_Module):
         self.means = nn.ModuleDict({n: MeanMetric() for n in [*names, "backbone_nll", "backbone_entropy"]})
         self.broken = 0
         """Samples of this rank that could not be read and were skipped."""
+        self.skipped, self.max_skipped = 0, max_skipped
+        """Samples of this rank that gave no finite states or loss and were left out."""
         self.samples: Counter[str] = Counter()
         """Samples this rank was trained on, by the shard set they come from."""
-        self.strict_loading = False
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Heads only: the backbone never enters a checkpoint."""
-        return {k: v for k, v in super().state_dict(*args, **kwargs).items() if k.startswith("heads.")}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Strict about the heads, whatever Lightning asks: a missing or unknown key is an error that names it."""
-        mine = {k.removeprefix("heads."): v for k, v in state_dict.items()}
-        return self.heads.load_state_dict(mine, strict=True, assign=assign)
 
     def score(self) -> float | None:
         """Mean acceptance of the heads."""
@@ -165,13 +159,13 @@ class HeadsModule(_Module):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint["counts"] = {"broken": self.broken, "samples": dict(self.samples)}
+        checkpoint["counts"] = {"broken": self.broken, "skipped": self.skipped, "samples": dict(self.samples)}
         checkpoint["heads"] = self.heads.describe()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         counts = checkpoint["counts"]
-        self.broken, self.samples = counts["broken"], Counter(counts["samples"])
+        self.broken, self.skipped, self.samples = counts["broken"], counts["skipped"], Counter(counts["samples"])
 
     def predict(self, h: Tensor, e: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """States (B, T, D) of a picture -> (predicted, true) states (B, N, D) of one head's targets."""
@@ -222,15 +216,38 @@ class HeadsModule(_Module):
     def training_step(self, batch: Any, index: int) -> Tensor:
         with torch.no_grad():
             h, e = self.states(batch)
+            good = h.isfinite().flatten(2).all(-1).all(0) & e.isfinite().flatten(1).all(-1)
+        tokens, weight = batch.tokens, 1.0
+        if not good.all():
+            self.skip(len(good) - int(good.sum()), batch)
+            if good.any():
+                h, e, tokens = h[:, good], e[good], tokens[good]
+            else:  # the heads are run all the same: other ranks may be waiting for their weights
+                h, e, weight = torch.zeros_like(h), torch.zeros_like(e), 0.0
         trainer = self.trainer
         step = (trainer.global_step, index % trainer.accumulate_grad_batches, trainer.global_rank)
-        loss = self.loss(h, e, batch.tokens, step)
-        self.log("loss", loss, prog_bar=True)
+        loss = self.loss(h, e, tokens, step) * weight
+        if not loss.isfinite():  # the objective has left its gradient at zero
+            self.skip(len(tokens), batch)
+            loss = loss.nan_to_num(0.0, 0.0, 0.0)
+        self.log("loss", loss, prog_bar=True, sync_dist=trainer.world_size > 1)
+        self.log("skipped", float(self.skipped))
         self.broken += batch.broken
         self.samples.update(batch.origins)
         for origin, seen in self.samples.items():
             self.log(f"samples/{origin}", float(seen * self.trainer.world_size))
         return loss
+
+    def skip(self, samples: int, batch: Any) -> None:
+        """Count samples that are left out. Raises ValueError, naming the step, if they are too many."""
+        self.skipped += samples
+        seen = sum(self.samples.values()) + len(batch.tokens)
+        if self.skipped > max(len(batch.tokens), self.max_skipped * seen):
+            raise ValueError(
+                f"step {self.trainer.global_step}: {self.skipped} of {seen} samples gave no finite states or loss, "
+                f"more than trainer.max_skipped={self.max_skipped:g} allows; last among {', '.join(batch.keys[:4])}. "
+                "Lower optim.lr, set trainer.clip, or use a precision of more range"
+            )
 
     def validation_step(self, batch: Any, _: int) -> None:
         self.broken += batch.broken

@@ -10,13 +10,12 @@ import platform
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+from heads.checkpoint import saved_steps
 from heads.files import read_json, write_json, write_text
 
-CLAIMED = ".claimed"
 MADE = ("metrics.json", "checkpoints", "heads", "backbone", "image_tokenizer")
 """What a run leaves once it has begun; a folder with none of them was claimed by a start that failed."""
 PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors", "draftgrid")
@@ -47,7 +46,7 @@ class RunFolder:
                 raise ValueError(f"out={self.path} holds a run and resume=never; choose another out, or overwrite=true")
             return (self.path / "metrics.json").is_file()
         # A start that failed leaves its claim, one that was killed a .part file: neither is anybody's work.
-        own = {"config.yaml", "run.json", "logs", CLAIMED}
+        own = {"config.yaml", "run.json", "logs"}
         held = self.path.iterdir() if self.path.is_dir() else ()
         if any(p.name not in own and p.suffix not in (".log", ".part") for p in held):
             raise ValueError(f"out={self.path} is a folder with other files in it; choose an empty or new one")
@@ -58,25 +57,9 @@ class RunFolder:
         """Undo the claim of a start that failed before it made anything."""
         if any((self.path / name).exists() for name in MADE):
             return
-        for name in ("config.yaml", CLAIMED):
-            (self.path / name).unlink(missing_ok=True)
+        (self.path / "config.yaml").unlink(missing_ok=True)
         if self.path.is_dir() and not any(self.path.iterdir()):
             self.path.rmdir()
-
-    def announce(self) -> None:
-        """Rank 0: the folder is claimed. Names this launch, so that an older run's mark is not taken for it."""
-        write_json(self.path / CLAIMED, [os.getpid(), os.getppid()])
-
-    def join(self, seconds: float = 600) -> bool:
-        """Other ranks: wait until rank 0 of this launch has claimed the folder. True if the run is finished."""
-        deadline = time.monotonic() + seconds
-        mark = self.path / CLAIMED
-        # Ranks are siblings under torchrun; started by Lightning, the others are children of rank 0.
-        while not (mark.is_file() and os.getppid() in read_json(mark)):
-            if time.monotonic() > deadline:
-                raise ValueError(f"rank 0 has not claimed {self.path} in {seconds:.0f} s")
-            time.sleep(0.1)
-        return (self.path / "metrics.json").is_file()
 
     def record(self) -> None:
         """Write run.json: command, versions, machine, git revision."""
@@ -89,8 +72,9 @@ class RunFolder:
         return read_json(self.path / "metrics.json")
 
     def last_checkpoint(self) -> Path | None:
-        path = self.checkpoints / "last.ckpt"
-        return path if path.is_file() else None
+        """The newest checkpoint; None before the first."""
+        found = saved_steps(self.checkpoints)
+        return found[-1] if found else None
 
 
 def environment() -> dict[str, Any]:

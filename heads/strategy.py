@@ -1,27 +1,23 @@
-"""How a job is spread over processes, and what rank 0 does alone before the process group exists."""
+"""How a job is spread over processes: one device, DDP, DeepSpeed's ZeRO 1 to 3, or torch's fully_shard (FSDP).
 
-import os
-import time
-from pathlib import Path
-from typing import Any
+Whatever the strategy and the number of ranks, a checkpoint holds the same: every trained weight whole and in fp32,
+AdamW's moments whole and by name, and what Lightning keeps beside them. So each strategy says how it gathers and how it
+deals out again, and nothing else knows of shards. ZeRO runs on CPU ranks too (gloo), which Lightning's own strategy
+refuses: that is the form the tests run.
+"""
 
-from heads.files import atomic
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
 
-def rank_zero() -> bool:
-    """True in the process that prepares files: rank 0, or the only one."""
-    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
+from heads import ranks
+from heads.checkpoint import read_checkpoint, write_checkpoint
 
-
-def wait_for(path: Path, seconds: float = 3600) -> None:
-    """Ranks other than 0 wait until rank 0 has written `path`; torchrun ends them if rank 0 fails."""
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        if rank_zero():
-            raise AssertionError(f"rank 0 was to write {path}")
-        if time.monotonic() > deadline:
-            raise ValueError(f"rank 0 has not written {path} in {seconds:.0f} s")
-        time.sleep(0.2)
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def choose_devices(accelerator: str, devices: int) -> tuple[str, int]:
@@ -29,7 +25,7 @@ def choose_devices(accelerator: str, devices: int) -> tuple[str, int]:
 
     Raises ValueError if GPUs are asked for that are not there.
     """
-    import torch
+    import os
 
     if accelerator not in ("auto", "cpu", "gpu"):
         raise ValueError(f"trainer.accelerator is {accelerator!r}; use auto, cpu or gpu")
@@ -45,31 +41,314 @@ def choose_devices(accelerator: str, devices: int) -> tuple[str, int]:
     return accelerator, devices
 
 
-def choose_strategy(devices: int) -> Any:
-    """DDP for several processes. Buffers are constants here; broadcasting them would tie ranks whose counts differ."""
-    from lightning.pytorch.strategies import DDPStrategy
-
-    world = int(os.environ.get("WORLD_SIZE", devices))
-    return DDPStrategy(broadcast_buffers=False) if world > 1 else "auto"
-
-
-def whole_checkpoints() -> Any:
-    """Lightning's checkpoint writer, made atomic on any file system: its own goes through a move from /tmp."""
-    import torch
-    from lightning.pytorch.plugins.io import TorchCheckpointIO
-
-    class WholeCheckpoints(TorchCheckpointIO):
-        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-            with atomic(path) as temporary:
-                torch.save(checkpoint, temporary)
-
-    return WholeCheckpoints()
-
-
 def choose_precision(precision: str, accelerator: str) -> str:
     """auto: bf16-mixed on a GPU and on CPUs with bf16 matrix units; 32-true on others, where bf16 is emulated."""
-    import torch
-
     if precision != "auto":
         return precision
     return "bf16-mixed" if accelerator == "gpu" or torch.cpu._is_amx_tile_supported() else "32-true"
+
+
+def choose_strategy(name: str, accelerator: str) -> "Strategy":
+    """The strategy of that name; auto is DDP for several processes and nothing for one."""
+    assert name in ranks.STRATEGIES
+    if name == "auto":
+        name = "ddp" if ranks.world() > 1 else "single"
+    gpu = accelerator == "gpu"
+    if name == "single":
+        return OneDevice(torch.device("cuda", 0) if gpu else torch.device("cpu"))
+    if ranks.world() == 1:
+        alone()
+    if name == "ddp":
+        # Buffers are constants here; broadcasting them would tie ranks whose counts differ.
+        return DDP(broadcast_buffers=False, timeout=ranks.SILENCE)
+    if name == "fsdp":
+        return FSDP(timeout=ranks.SILENCE)
+    return Zero(int(name.removeprefix("deepspeed_")), gpu)
+
+
+def alone() -> None:
+    """A group of one process, which sharding strategies need too."""
+    import os
+
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        gpu = torch.cuda.is_available()
+        for name in ("RANK", "LOCAL_RANK"):
+            os.environ.setdefault(name, "0")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+class Whole(Strategy):
+    """Gathers weights and moments whole, and writes and reads them as one file."""
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of what is trained, named as in the module."""
+        assert self.lightning_module is not None
+        for name, parameter in self.lightning_module.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
+
+    @property
+    def adam(self) -> torch.optim.Optimizer:
+        """torch's own optimizer, whatever wraps it."""
+        (optimizer,) = self.optimizers
+        return optimizer
+
+    # What a sharding strategy overrides ------------------------------------------------------------------------------
+
+    def gather_weight(self, parameter: nn.Parameter) -> Tensor:
+        """The whole weight, fp32; called on all ranks."""
+        return parameter.detach().float()
+
+    def gather_moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        return self.adam.state[parameter][key].float()
+
+    def deal_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Each rank takes its part of the whole weight."""
+        parameter.data.copy_(value)
+
+    def deal_moments(self, parameter: nn.Parameter, values: Mapping[str, Tensor], step: float) -> None:
+        state = self.adam.state[parameter]
+        state["step"] = torch.tensor(step)
+        for key in MOMENTS:
+            state[key] = values[key].to(parameter.device, parameter.dtype, copy=True)
+
+    def stepped(self) -> float:
+        """Optimizer steps taken."""
+        states = list(self.adam.state.values())
+        return float(states[0]["step"]) if states else 0.0
+
+    # What Lightning asks for when it saves and loads -----------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """{name: whole fp32 weight on the CPU} of what is trained; empty on other ranks than 0. Called on all ranks."""
+        return self._collect((name, self.gather_weight(p)) for name, p in self.trained())
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        step = self.stepped()
+        moments: dict[str, dict[str, Tensor]] = {key: {} for key in MOMENTS}
+        if step:
+            for key in MOMENTS:
+                moments[key] = self._collect((name, self.gather_moment(p, key)) for name, p in self.trained())
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.adam.param_groups]
+        return {"step": step, "moments": moments, "groups": groups}
+
+    def _collect(self, pairs: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in pairs:  # every rank gathers, rank 0 keeps
+            if self.is_global_zero:
+                found[name] = tensor.to("cpu", copy=True)
+        return found
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Rank 0 writes; if it cannot, all ranks end. Raises OSError, or ValueError for weights that are not finite."""
+        ranks.on_rank_zero(lambda: write_checkpoint(checkpoint, filepath))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return read_checkpoint(checkpoint_path)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Strict, whatever Lightning asks: a missing or unknown weight is an error that names it."""
+        weights, trained = checkpoint["state_dict"], dict(self.trained())
+        missing, extra = sorted(trained.keys() - weights.keys()), sorted(weights.keys() - trained.keys())
+        if missing or extra:
+            raise ValueError(
+                f"the checkpoint lacks {missing[:3] or 'nothing'} and has unknown {extra[:3] or 'nothing'}"
+            )
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                self.deal_weight(parameter, weights[name])
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        (saved,) = checkpoint["optimizer_states"]
+        for group, settings in zip(self.adam.param_groups, saved["groups"], strict=True):
+            group.update(settings)
+        if not saved["step"]:
+            return
+        with torch.no_grad():
+            for name, parameter in self.trained():
+                self.deal_moments(parameter, {key: saved["moments"][key][name] for key in MOMENTS}, saved["step"])
+
+
+class OneDevice(Whole, SingleDeviceStrategy):  # type: ignore[misc]
+    strategy_name = "one_device"
+
+
+class DDP(Whole, DDPStrategy):  # type: ignore[misc]
+    strategy_name = "ddp_whole"
+
+
+class FSDP(Whole, DDPStrategy):  # type: ignore[misc]
+    """torch's fully_shard over each part of the heads and each layer of the backbone.
+
+    The backbone's embedding, final norm and LM head stay whole on every rank.
+    """
+
+    strategy_name = "fsdp_whole"
+
+    def configure_ddp(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        assert self.lightning_module is not None
+        mesh = init_device_mesh(self.root_device.type, (self.world_size,))
+        for part in cast(Any, self.lightning_module).parts():
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+
+    def gather_weight(self, parameter: nn.Parameter) -> Tensor:
+        return _full(parameter.detach()).float()
+
+    def gather_moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        return _full(self.adam.state[parameter][key]).float()
+
+    def deal_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
+        parameter.data.copy_(_like(value, parameter))
+
+    def deal_moments(self, parameter: nn.Parameter, values: Mapping[str, Tensor], step: float) -> None:
+        super().deal_moments(parameter, {k: _like(v, parameter) for k, v in values.items()}, step)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor, sharded as the parameter is. Every rank holds the whole one, so nothing is sent."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(parameter, DTensor):
+        return value
+    value = value.to(parameter.device_mesh.device_type)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+class Zero(Whole, DeepSpeedStrategy):  # type: ignore[misc]
+    """DeepSpeed's ZeRO: 1 shards the moments, 2 the gradients too, 3 the weights too, also the frozen backbone's."""
+
+    strategy_name = "zero_whole"
+
+    def __init__(self, stage: int, gpu: bool) -> None:
+        import logging
+
+        super().__init__(
+            stage=stage,
+            overlap_comm=gpu,
+            contiguous_gradients=True,
+            logging_batch_size_per_gpu=1,
+            logging_level=logging.ERROR,
+            timeout=ranks.SILENCE,
+        )
+        self.gpu, self.stage = gpu, stage
+        assert isinstance(self.config, dict)
+        if not gpu:
+            # Small tensors are not worth sharding on a GPU; on a CPU the point is to run what large ones do.
+            self.config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+
+    def setup_environment(self) -> None:
+        DDPStrategy.setup_environment(self)
+
+    def setup_distributed(self) -> None:
+        if self.gpu:
+            super().setup_distributed()
+            return
+        import deepspeed
+
+        # It would compile a C++ extension for minutes.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @property
+    def root_device(self) -> torch.device:
+        return super().root_device if self.gpu else torch.device("cpu", 0)
+
+    @property
+    def zero(self) -> Any:
+        """DeepSpeed's optimizer, which holds fp32 weights and torch's AdamW in shards."""
+        (optimizer,) = self.optimizers
+        return optimizer
+
+    @property
+    def adam(self) -> torch.optim.Optimizer:
+        return self.zero.optimizer
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """This rank's flat fp32 shards, one per parameter group; AdamW's state is keyed by them."""
+        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+            if hasattr(self.zero, name):
+                return getattr(self.zero, name)
+        raise AssertionError(f"{type(self.zero).__name__} of this DeepSpeed is not known")
+
+    def gather_weight(self, parameter: nn.Parameter) -> Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter)
+
+    def gather_moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        return safe_get_full_optimizer_state(parameter, key)
+
+    def deal_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
+        from deepspeed import zero
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        value = value.to(self.root_device)
+        if self.stage < 3:
+            parameter.data.copy_(value)
+            safe_set_full_fp32_param(parameter, value)
+            return
+        with zero.GatheredParameters(parameter, modifier_rank=0):
+            if self.is_global_zero:
+                parameter.data.copy_(value)
+        safe_set_local_fp32_param(parameter, self._local(parameter, value))
+
+    def deal_moments(self, parameter: nn.Parameter, values: Mapping[str, Tensor], step: float) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        for key in MOMENTS:
+            value = values[key].to(self.root_device)
+            if self.stage < 3:
+                safe_set_full_optimizer_state(parameter, value, key)
+            else:
+                safe_set_local_optimizer_state(parameter, self._local(parameter, value), key)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """DeepSpeed can set moments only where AdamW has some: give every shard its own, empty, first."""
+        (saved,) = checkpoint["optimizer_states"]
+        if saved["step"]:
+            for shard in self.shards:
+                state = self.adam.state[shard]
+                state["step"] = torch.tensor(saved["step"])
+                state |= {key: torch.zeros_like(shard) for key in MOMENTS}
+            self._link()
+        super().load_optimizer_state_dict(checkpoint)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if self.stepped():
+            self._link()
+        return super().optimizer_state(optimizer)
+
+    def _link(self) -> None:
+        """Tell each parameter where its moments lie. DeepSpeed does so behind the first group's first step only, when
+        the other groups have none yet."""
+        if self.stage < 3:
+            self.zero._hp_optimizer_states_linked = False
+            self.zero._lazy_init_hp_params_optimizer_state()
+
+    def _local(self, parameter: Any, value: Tensor) -> Tensor:
+        """This rank's part of a whole tensor; the last part is padded."""
+        size = parameter.ds_tensor.numel()
+        flat = nn.functional.pad(value.flatten(), (0, self.world_size * size - value.numel()))
+        return flat[self.global_rank * size :][:size]

@@ -14,7 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 import yaml
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from data.encode import encode
@@ -22,12 +22,16 @@ from data.module import TokenDataModule
 from data.places import is_url
 from data.shards import MANIFEST
 from data.sources import open_picture, open_source, pixels, read_prompts
+from heads import ranks
 from heads.backbones import Backbone, load_backbone
+from heads.checkpoint import BEST, read_checkpoint
 from heads.module import BackboneModule, HeadsModule
 from heads.mtp import new_heads
 from heads.objective import count_table
+from heads.ranks import rank_zero, wait_for, world
 from heads.run_folder import RunFolder
-from heads.strategy import choose_devices, choose_precision, choose_strategy, rank_zero, wait_for, whole_checkpoints
+from heads.saving import Saver, ValidateLast
+from heads.strategy import choose_devices, choose_precision, choose_strategy
 from heads.tokenizers import ImageTokenizer, PatchVQ, load_tokenizer
 from recipes.schema import TrainConfig
 
@@ -35,11 +39,20 @@ HOW = (
     "resume",
     "overwrite",
     "out",
+    "plan",
+    "assume",
     "data.workers",
     "data.cache",
     "data.cache_gb",
     "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.strategy",
     "trainer.threads",
+    "trainer.compile",
+    "trainer.save_every",
+    "trainer.keep",
+    "trainer.max_hours",
+    "trainer.max_skipped",
 )
 """Keys that may differ when a run is taken up again."""
 TABLE_SAMPLES = 4000
@@ -82,17 +95,14 @@ def resolved(config: TrainConfig) -> str:
 
 
 def claim(folder: RunFolder, config: TrainConfig) -> bool:
-    if config.smoke:
-        shrink(config)
-    if not rank_zero():
-        return folder.join()
-    finished = folder.claim(resolved(config), config.resume, config.overwrite)
-    folder.announce()
-    return finished
+    """Rank 0: take the folder. True if the run in it is finished. Raises ValueError."""
+    return folder.claim(resolved(config), config.resume, config.overwrite)
 
 
 def shrink(config: TrainConfig) -> None:
     """smoke=true: the same path in seconds."""
+    if not config.smoke:
+        return
     t = config.trainer
     t.steps, t.validate_every, t.save_every = 2, 2, 2
     config.data.batch_size = min(config.data.batch_size, 2)
@@ -139,7 +149,7 @@ def prepare_data(config: TrainConfig, tokenizer: ImageTokenizer) -> None:
 
 def build(config: TrainConfig, folder: RunFolder) -> Job:
     """Load, check everything that can be checked, and hand out the pieces. Raises ValueError before a step is made."""
-    begun = time.perf_counter()
+    begun = time.monotonic()
     quiet()
     if config.task == "heads" and config.sheet.images:
         read_prompts(config.sheet.prompts)  # a wrong name is told now, not after the training
@@ -150,22 +160,26 @@ def build(config: TrainConfig, folder: RunFolder) -> Job:
     tokenizer = image_tokenizer(config, folder)
     prepare_data(config, tokenizer)
     make = build_heads if config.task == "heads" else build_backbone
-    backbone = make_backbone(config, tokenizer)
+    backbone = make_backbone(config, tokenizer, devices[0])
     grid = (backbone.grid.height, backbone.grid.width)
     backbone.check_codes(tokenizer.codebook_size)
     data = TokenDataModule(config.data, tokenizer.fingerprint, grid, config.seed)
     module, finish = make(config, folder, backbone, tokenizer, data)
     timer = StepTimer(begun)
-    trainer = make_trainer(config, folder, devices, [timer, *module_callbacks(config, folder)])
+    module.origin = {"recipe": resolved(config), "data": data.digest}  # type: ignore[assignment]
+    trainer = make_trainer(config, folder, devices, [timer, *module_callbacks(config, folder, begun)])
     if trainer.is_global_zero:
         folder.record()
     return Job(trainer, module, data, lambda: finish(trainer, timer))
 
 
-def make_backbone(config: TrainConfig, tokenizer: ImageTokenizer) -> Backbone:
+def make_backbone(config: TrainConfig, tokenizer: ImageTokenizer, accelerator: str) -> Backbone:
     b = config.backbone
     if config.task == "heads":
-        return load_backbone(b.checkpoint, adapter=b.adapter or None, grid=tuple(b.grid) or None)  # type: ignore[arg-type]
+        # A frozen model gains nothing from fp32 where the arithmetic is bf16: half the memory.
+        half = accelerator == "gpu" and choose_precision(config.trainer.precision, accelerator) != "32-true"
+        dtype = torch.bfloat16 if half else None
+        return load_backbone(b.checkpoint, adapter=b.adapter or None, grid=tuple(b.grid) or None, dtype=dtype)  # type: ignore[arg-type]
     from heads.backbones.emu3_new import new_emu3
 
     source = open_source(config.data.source)
@@ -184,8 +198,8 @@ def make_trainer(
     return L.Trainer(
         accelerator=devices[0],
         devices=devices[1],
-        strategy=choose_strategy(devices[1]),
-        plugins=[whole_checkpoints()],
+        num_nodes=world() // devices[1] if world() > 1 else 1,
+        strategy=choose_strategy(t.strategy, devices[0]),
         precision=choose_precision(t.precision, devices[0]),  # type: ignore[arg-type]
         max_steps=t.steps,
         limit_train_batches=t.steps * t.accumulate,
@@ -198,28 +212,14 @@ def make_trainer(
         log_every_n_steps=10,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
+        enable_checkpointing=False,
         enable_model_summary=False,
     )
 
 
-def module_callbacks(config: TrainConfig, folder: RunFolder) -> list[Callback]:
-    last = ModelCheckpoint(
-        folder.checkpoints,
-        filename="last",
-        every_n_train_steps=config.trainer.save_every,
-        save_on_train_epoch_end=False,
-        enable_version_counter=False,
-    )
-    if config.task == "heads":
-        return [last]
-    best = ModelCheckpoint(
-        folder.checkpoints,
-        filename="best",
-        monitor="backbone_nll",
-        save_weights_only=True,
-        enable_version_counter=False,
-    )
-    return [last, best]
+def module_callbacks(config: TrainConfig, folder: RunFolder, begun: float) -> list[Callback]:
+    t = config.trainer
+    return [ValidateLast(), Saver(folder, t.save_every, t.keep, t.max_hours, begun)]
 
 
 class StepTimer(Callback):
@@ -246,7 +246,7 @@ class StepTimer(Callback):
         return sorted(self.steps)[len(self.steps) // 2] if self.steps else None
 
     def total(self) -> float:
-        return time.perf_counter() - self.begun
+        return time.monotonic() - self.begun
 
 
 def build_backbone(
@@ -255,17 +255,18 @@ def build_backbone(
     module = BackboneModule(backbone, config.optim)
 
     def finish(trainer: L.Trainer, timer: StepTimer) -> None:
-        best = folder.checkpoints / "best.ckpt"
-        trainer.validate(module, data, ckpt_path=best, verbose=False, weights_only=True)
         if not trainer.is_global_zero:
             return
+        best = read_checkpoint(folder.checkpoints / BEST)
+        missing = module.load_state_dict(best["state_dict"], strict=False).missing_keys
+        assert not [name for name in missing if name in dict(module.named_parameters())], missing
         out = folder.path / "backbone"
         module.backbone.to(torch.bfloat16).save_pretrained(out)  # type: ignore[operator]
         tokenizer.save_pretrained(out / "image_tokenizer")
-        step = torch.load(best, weights_only=True)["global_step"]
+        nll, step = best["figures"]["backbone_nll"], best["global_step"]
         seconds = {"total": timer.total(), "per_step": timer.median()}
-        folder.finish({"backbone_nll": module.figures["backbone_nll"], "best_step": step, "seconds": seconds})
-        print(f"held-out NLL {module.figures['backbone_nll']:.3f} nats a token at step {step}; backbone saved: {out}")
+        folder.finish({"backbone_nll": nll, "best_step": step, "seconds": seconds})
+        print(f"held-out NLL {nll:.3f} nats a token at step {step}; backbone saved: {out}")
 
     return module, finish
 
@@ -279,24 +280,29 @@ def build_heads(
         tokens = data.sample_tokens(TABLE_SAMPLES)
         pairs = heads.train_pairs(backbone.grid)
         tables = {name: count_table(tokens, *pair, backbone.image_vocab_size) for name, pair in pairs.items()}
-    module = HeadsModule(backbone, heads, config.optim, tables, config.guidance, config.loss, config.seed)
+    terms = (config.guidance, config.loss, config.seed, config.trainer.max_skipped)
+    module = HeadsModule(backbone, heads, config.optim, tables, *terms)
 
     def finish(trainer: L.Trainer, timer: StepTimer) -> None:
-        # A run killed after its last step resumes with nothing to fit, and so without figures.
-        if not module.figures or config.trainer.steps % config.trainer.validate_every:
-            trainer.validate(module, data, verbose=False)
+        broken, skipped = (sum(ranks.gather(n)) for n in (module.broken, module.skipped))
         if not trainer.is_global_zero:
             return
-        from recipes.finish import export, figures, sheet
+        from heads.export import export
+        from recipes.finish import figures, sheet
 
         metrics = figures(module, data, timer.median(), config)
-        out = export(module, folder, config, resolved(config), metrics, data.digest)
+        metrics |= {"broken_samples": broken, "skipped_samples": skipped}
+        last = folder.last_checkpoint()
+        assert last is not None
+        out = export(last, folder.path / "heads")
         if config.sheet.images:
             sheet(out, config, folder)
         metrics["seconds"]["total"] = timer.total()
         folder.finish(metrics)
-        if module.broken:
-            print(f"warning: {module.broken} broken samples were skipped; python -m data.verify dir=... names them")
+        if broken:
+            print(f"warning: {broken} broken samples were skipped; python -m data.verify dir=... names them")
+        if skipped:
+            print(f"warning: {skipped} samples gave no finite states or loss and were skipped")
         print(how_to(config, folder, out))
 
     return module, finish

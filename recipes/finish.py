@@ -24,8 +24,8 @@ def figures(module: HeadsModule, data: TokenDataModule, per_step: float | None, 
             found.setdefault(kind, {})[offset] = value
         else:
             found[kind] = value
-    found["broken_samples"] = module.broken
-    forward, step = step_parts(module, data, config)
+    sharded = config.trainer.strategy in ("deepspeed_3", "fsdp")  # no rank holds the weights to time alone
+    forward, step = (None, None) if sharded else step_parts(module, data, config)
     found["seconds"] = {"total": None, "per_step": per_step, "frozen_forward": forward, "heads_step": step}
     return found
 
@@ -65,56 +65,6 @@ def step_parts(
 def seconds(call: Callable[[], Any], repeats: int, device: torch.device) -> float:
     """Median wall-clock of `repeats` calls after one that warms up."""
     return median([timed(call, device) for _ in range(repeats + 1)][1:])
-
-
-def export(
-    module: HeadsModule, folder: RunFolder, config: TrainConfig, recipe: str, metrics: dict[str, Any], data_hash: str
-) -> Path:
-    """Write DIR/heads. Returns the folder."""
-    out = folder.path / "heads"
-    module.heads.card, module.heads.recipe = model_card(module, config, metrics, data_hash), recipe
-    module.heads.save_pretrained(out)
-    return out
-
-
-def model_card(module: HeadsModule, config: TrainConfig, metrics: dict[str, Any], data_hash: str) -> str:
-    owner = module.heads.trained_on
-    uncertain = metrics.get("acceptance_uncertain", {})
-    rows = [
-        f"| {name} | {metrics['acceptance'][name]:.3f} | {uncertain.get(name, float('nan')):.3f} "
-        f"| {metrics['smooth_l1'][name]:.4f} | {metrics['cosine'][name]:.3f} |"
-        for name in module.heads.names
-        if name in metrics.get("acceptance", {})
-    ]
-    parameters = sum(p.numel() for p in module.heads.parameters())
-    return "\n".join(
-        [
-            "---",
-            "library_name: draftgrid",
-            "tags: [speculative-decoding, image-generation]",
-            "---",
-            f"# Drafting heads for {owner.name}",
-            "",
-            f"{len(rows)} heads, {parameters:,} parameters, trained with recipe `{config.recipe}` (see recipe.yaml).",
-            f"They belong to one backbone: fingerprint `{owner.fingerprint}`, grid {owner.grid[0]}x{owner.grid[1]}.",
-            "",
-            "```python",
-            "from heads import MTPHeads, load_backbone",
-            f'backbone = load_backbone("{config.backbone.checkpoint}")',
-            'heads = MTPHeads.from_pretrained("this folder", backbone)',
-            "```",
-            "",
-            "Held-out figures (acceptance = sum of min(p, q); uncertain: positions with H(p) >= 0.5 nats):",
-            "",
-            "| offset | acceptance | uncertain | Smooth-L1 | cosine |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
-            f"Training data: `{config.data.source or config.data.dir}`, sha256 of its shards `{data_hash}`.",
-            "Licences: the backbone's and the training data's apply; the demo's pictures are Twemoji, CC-BY-4.0.",
-            "",
-        ]
-    )
 
 
 def sheet(heads: Path, config: TrainConfig, folder: RunFolder) -> None:

@@ -7,6 +7,7 @@ from data.config import StreamConfig
 from eval.config import DecodingConfig, EvaluateConfig
 from heads.cli import key
 from heads.config import Emu3Size, HeadsConfig, LossConfig, OptimConfig
+from heads.ranks import STRATEGIES
 
 RECIPES = Path(__file__).parent
 DEFAULT = "emoji_ssd"
@@ -27,12 +28,18 @@ class BackboneConfig:
 class TrainerConfig:
     steps: int = key(1000, "optimizer steps")
     devices: int = key(1, "processes on this machine; under torchrun its own count wins")
+    num_nodes: int = key(1, "machines; more than one are started by torchrun, whose own count wins")
+    strategy: str = key("auto", "auto (ddp for several processes), ddp, deepspeed_1, deepspeed_2, deepspeed_3 or fsdp")
     accelerator: str = key("auto", "auto, cpu or gpu")
     precision: str = key("auto", "32-true, bf16-mixed, bf16-true; auto = bf16-mixed where it is fast, else 32-true")
     accumulate: int = key(1, "batches per optimizer step")
     clip: float = key(1.0, "gradient norm is clipped to this; 0 = never")
     validate_every: int = key(200, "steps between validations")
     save_every: int = key(100, "steps between checkpoints")
+    keep: int = key(2, "newest checkpoints that are kept, beside the best")
+    max_hours: float = key(0.0, "save and end after so many hours; the same command goes on. 0 = never")
+    max_skipped: float = key(0.01, "share of samples without finite states or loss that a run puts up with")
+    compile: bool = key(False, "compile the heads with torch.compile")
     threads: int = key(0, "CPU threads; 0 = torch's own choice")
 
 
@@ -44,6 +51,30 @@ class SheetConfig:
 
 
 @dataclass
+class AssumeConfig:
+    gpus: int = key(0, "plan=true: GPUs; 0 = trainer.devices x trainer.num_nodes, or 8 where that is 1")
+    memory_gb: float = key(141.0, "plan=true: memory of a GPU, 10^9 bytes (H200)")
+    flops: float = key(989e12, "plan=true: a GPU's dense bf16 FLOP/s (H100, H200)")
+    utilisation: float = key(0.45, "plan=true: share of them that is reached")
+    bandwidth: float = key(4.8e12, "plan=true: bytes/s a GPU reads from its memory (H200)")
+    prompt_tokens: int = key(64, "plan=true: tokens of a prompt, header included")
+    acceptance: list[float] = key([0.5, 0.7, 0.9], "plan=true: chances of a draft to be accepted by an exact decoder")
+    window: int = key(16, "plan=true: positions ssd_coupled has in flight")
+
+    def check(self) -> None:
+        """Raises ValueError naming the field."""
+        for name in ("memory_gb", "flops", "utilisation", "bandwidth", "prompt_tokens", "window"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"assume.{name} is {getattr(self, name)}; it must be positive")
+        if self.gpus < 0:
+            raise ValueError(f"assume.gpus is {self.gpus}; use 0 (the recipe's) or more")
+        if self.utilisation > 1:
+            raise ValueError(f"assume.utilisation is {self.utilisation}; it is a share, at most 1")
+        if any(not 0 <= a <= 1 for a in self.acceptance):
+            raise ValueError(f"assume.acceptance is {self.acceptance}; each is a chance between 0 and 1")
+
+
+@dataclass
 class TrainConfig:
     recipe: str = key(DEFAULT, "name of a file in recipes/")
     task: str = key("heads", "heads on a frozen backbone, or backbone (the demo's own)")
@@ -51,6 +82,7 @@ class TrainConfig:
     resume: str = key("auto", "auto: go on where the run in out stopped; never: refuse if there is one")
     overwrite: bool = key(False, "delete the run in out and start anew")
     smoke: bool = key(False, "2 steps, 2 pictures: does everything run?")
+    plan: bool = key(False, "print parameters, memory, FLOPs, hours and expected speed-up; load and write nothing")
     seed: int = key(0, "of weights, data order and sampling")
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     data: StreamConfig = field(default_factory=StreamConfig)
@@ -61,6 +93,7 @@ class TrainConfig:
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     sheet: SheetConfig = field(default_factory=SheetConfig)
+    assume: AssumeConfig = field(default_factory=AssumeConfig)
 
     @property
     def guidance(self) -> list[float]:
@@ -76,7 +109,13 @@ class TrainConfig:
             raise ValueError(f"resume is {self.resume!r}; use auto or never")
         if t.precision not in PRECISIONS:
             raise ValueError(f"trainer.precision is {t.precision!r}; use one of {', '.join(PRECISIONS)}")
-        for name in ("steps", "devices", "accumulate", "validate_every", "save_every"):
+        if t.strategy not in STRATEGIES:
+            raise ValueError(f"trainer.strategy is {t.strategy!r}; use one of {', '.join(STRATEGIES)}")
+        if t.max_hours < 0:
+            raise ValueError(f"trainer.max_hours is {t.max_hours}; use 0 (never) or more")
+        if not 0 <= t.max_skipped <= 1:
+            raise ValueError(f"trainer.max_skipped is {t.max_skipped}; it is a share between 0 and 1")
+        for name in ("steps", "devices", "num_nodes", "accumulate", "validate_every", "save_every", "keep"):
             if getattr(t, name) < 1:
                 raise ValueError(f"trainer.{name} is {getattr(t, name)}; at least 1 is needed")
         if self.task == "backbone" and (len(self.backbone.grid) != 2 or len(set(self.backbone.grid)) != 1):
@@ -94,7 +133,7 @@ class TrainConfig:
             raise ValueError(f"sheet.rounds is {self.sheet.rounds}; use 0 (draft only) or more")
         if self.backbone.grid and (len(self.backbone.grid) != 2 or min(self.backbone.grid) < 1):
             raise ValueError(f"backbone.grid is {self.backbone.grid}; use [rows, columns]")
-        for part in (self.data, self.heads, self.loss, self.optim, self.decoding):
+        for part in (self.data, self.heads, self.loss, self.optim, self.decoding, self.assume):
             part.check()
         self.evaluate.check(self.heads.kind)
         if self.evaluate.every and self.task == "backbone":

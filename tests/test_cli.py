@@ -121,7 +121,7 @@ def test_without_arguments_the_defaults_hold_and_are_not_shared() -> None:
         ("promt=a", "promt", "prompt"),
         ("inner.rat=1", "inner.rat", "inner.rate"),
         ("outer.iner.name=a", "outer.iner.name", "outer.inner.name"),
-        ("depth=1", "depth", "outer.depth"),
+        ("dept=1", "dept", "outer.depth"),
         ("+steps=3", "+steps", "steps"),
     ],
 )
@@ -306,3 +306,11 @@ def test_a_real_command_ends_with_exit_code_two_and_no_traceback(tmp_path: Path)
     assert done.stderr.startswith("error: ")
     assert "no such, folder" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_last_part_of_a_key_is_enough_where_only_one_ends_so() -> None:
+    assert compose(Config, ["depth=4"]).outer.depth == 4
+    with pytest.raises(
+        ValueError, match=r"key 'rate' is short for several: inner\.rate, outer\.inner\.rate; write one"
+    ):
+        compose(Config, ["rate=1"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from heads.checkpoint import step_file
 from heads.files import atomic, atomic_folder, read_json, sha256, write_json, write_text
 from heads.run_folder import RunFolder
 from tests.data_fixtures import files
@@ -135,9 +136,11 @@ def test_the_same_recipe_goes_on_and_a_finished_run_says_so(tmp_path: Path) -> N
     assert folder.claim(RECIPE, "auto", False) is False
     assert (tmp_path / "run" / "config.yaml").read_text() == RECIPE
     (folder.checkpoints).mkdir()
-    (folder.checkpoints / "last.ckpt").write_bytes(b"weights")
+    for step in (90, 100, 1_000_000_000):
+        (folder.checkpoints / step_file(step)).write_bytes(b"weights")
+    (folder.checkpoints / "best.ckpt").write_bytes(b"weights")
     assert RunFolder(tmp_path / "run").claim(RECIPE, "auto", False) is False
-    assert folder.last_checkpoint() == tmp_path / "run" / "checkpoints" / "last.ckpt"
+    assert folder.last_checkpoint() == tmp_path / "run" / "checkpoints" / "step-1000000000.ckpt"
     folder.finish({"acceptance": 0.5})
     assert folder.claim(RECIPE, "auto", False) is True
     assert folder.metrics() == {"acceptance": 0.5}
@@ -165,7 +168,6 @@ def test_resume_never_refuses_the_folder_of_any_run(tmp_path: Path) -> None:
 def test_a_start_that_made_nothing_leaves_the_folder_to_the_next_recipe(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.claim("seed: 9\n", "auto", False)
-    folder.announce()
     assert folder.claim(RECIPE, "never", False) is False
     assert (tmp_path / "run" / "config.yaml").read_text() == RECIPE
 
@@ -175,7 +177,7 @@ def test_overwrite_starts_anew_and_forgets_the_old_run(tmp_path: Path, recipe: s
     folder = RunFolder(tmp_path / "run")
     folder.claim(RECIPE, "auto", False)
     folder.checkpoints.mkdir()
-    (folder.checkpoints / "last.ckpt").write_bytes(b"weights")
+    (folder.checkpoints / step_file(1)).write_bytes(b"weights")
     folder.finish({"acceptance": 0.5})
     assert folder.claim(recipe, "auto", True) is False
     assert files(tmp_path) == {"run/config.yaml": recipe.encode()}

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from data.shards import read_manifest
+from heads.checkpoint import find_checkpoint, read_checkpoint
 from tests.conftest import World
-from tests.test_train import fit, spawn
+from tests.test_train import fit, last_step, spawn, wait_for_step
 
 
 def logged(run: Path, column: str) -> list[float]:
@@ -26,13 +26,13 @@ def test_the_origin_of_every_sample_is_counted_also_over_a_resume(world: World, 
     keys = {"data.mix": f"{{{own}: 0.5}}", "trainer.steps": 60, "trainer.save_every": 20, "data.batch_size": 2}
     out = tmp_path / "run"
     fit(world.overrides(out, **keys))
-    checkpoint = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)
+    checkpoint = read_checkpoint(find_checkpoint(out))
     counts = checkpoint["counts"]["samples"]
     assert sum(counts.values()) == 120 and counts[str(own)] == pytest.approx(40, abs=1)
     assert logged(out, f"samples/{own}")[-1] <= counts[str(own)]
     (out / "metrics.json").unlink()
     fit(world.overrides(out, **keys))
-    again = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)
+    again = read_checkpoint(find_checkpoint(out))
     assert again["counts"]["samples"] == counts
 
 
@@ -67,25 +67,18 @@ def test_a_shard_that_cannot_be_read_ends_all_ranks_with_its_name_and_one_rank_c
         "trainer.save_every": 10,
     }
     process = spawn(world.overrides(out, **keys), torchrun=2)
-    checkpoint = out / "checkpoints" / "last.ckpt"
-    deadline = time.monotonic() + 120
-    while not checkpoint.is_file() and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
+    wait_for_step(process, out, 10)
     hidden = shard.rename(tmp_path / "hidden.tar")
     begun = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert time.monotonic() - begun < 60 and process.returncode != 0
     assert f"error: shard {shard} is missing" in output and "60 samples in 4 shards" in output
     hidden.rename(shard)
-    step = torch.load(checkpoint, weights_only=True)["global_step"]
+    step = last_step(out)
     assert step < 2900
     keys["trainer.steps"] = 3000
     process = spawn(world.overrides(out, **keys))
-    deadline = time.monotonic() + 60
-    while torch.load(checkpoint, weights_only=True)["global_step"] < step + 20 and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.2)
+    wait_for_step(process, out, step + 20, 60)
     process.terminate()
     output, _ = process.communicate(timeout=60)
     assert "the checkpoint dealt to 2 ranks x 2 workers in batches of 2" in output and "is dealt anew" in output

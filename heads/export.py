@@ -1,0 +1,100 @@
+"""A checkpoint -> exported heads: the folder that `MTPHeads.from_pretrained` loads.
+
+    python -m heads.export checkpoint=runs/emoji_ssd out=runs/emoji_ssd/best which=best
+
+One process, no GPU and no backbone, whatever strategy and number of ranks wrote the checkpoint.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from heads.checkpoint import find_checkpoint, read_checkpoint
+from heads.cli import key, main
+from heads.mtp import MTPHeads
+
+
+@dataclass
+class ExportConfig:
+    checkpoint: str = key("runs/emoji_ssd", "a run folder, its checkpoints/, or one .ckpt file")
+    which: str = key("last", "last or best (by mean acceptance in validation), where a folder is named")
+    out: str = key("", "folder for the heads; '' = heads beside the checkpoints")
+    overwrite: bool = key(False, "replace what lies in out")
+    smoke: bool = key(False, "nothing here takes long: changes nothing")
+
+
+def load_heads(checkpoint: dict[str, Any], where: str) -> MTPHeads:
+    """The heads of a checkpoint, with weights, card and recipe. Raises ValueError if it is not one of heads."""
+    if "heads" not in checkpoint:
+        raise ValueError(f"{where} is a checkpoint of a backbone (task=backbone), not of heads")
+    heads = MTPHeads.from_description(checkpoint["heads"], where)
+    weights = {name.removeprefix("heads."): tensor for name, tensor in checkpoint["state_dict"].items()}
+    heads.load_state_dict(weights)
+    recipe = checkpoint["origin"].get("recipe", "")
+    heads.card, heads.recipe = model_card(heads, checkpoint, yaml.safe_load(recipe) or {}), recipe
+    return heads.requires_grad_(False).eval()
+
+
+def export(checkpoint: str | Path, out: str | Path) -> Path:
+    """Write the exported folder, whole or not at all. Returns it. Raises ValueError."""
+    load_heads(read_checkpoint(checkpoint), str(checkpoint)).save_pretrained(out)
+    return Path(out)
+
+
+def model_card(heads: MTPHeads, checkpoint: dict[str, Any], recipe: dict[str, Any]) -> str:
+    """README.md of the exported folder: what the heads belong to, how they were trained, what they reach."""
+    owner, figures, origin = heads.trained_on, checkpoint["figures"], checkpoint["origin"]
+    kinds = ("acceptance", "acceptance_uncertain", "smooth_l1", "cosine")
+    rows = [
+        [name, *(f"{figures[key]:.3f}" if (key := f"{kind}/{name}") in figures else "" for kind in kinds)]
+        for name in heads.names
+        if f"acceptance/{name}" in figures
+    ]
+    data = recipe.get("data", {})
+    return "\n".join(
+        [
+            "---",
+            "library_name: draftgrid",
+            "tags: [speculative-decoding, image-generation]",
+            "---",
+            f"# Drafting heads for {owner.name}",
+            "",
+            f"{len(heads.names)} heads, {sum(p.numel() for p in heads.parameters()):,} parameters, step "
+            f"{checkpoint['global_step']} of recipe `{recipe.get('recipe', '?')}` (see recipe.yaml).",
+            f"They belong to one backbone: fingerprint `{owner.fingerprint}`, grid {owner.grid[0]}x{owner.grid[1]}.",
+            "",
+            "```python",
+            "from heads import MTPHeads, load_backbone",
+            f'backbone = load_backbone("{recipe.get("backbone", {}).get("checkpoint") or owner.name}")',
+            'heads = MTPHeads.from_pretrained("this folder", backbone)',
+            "```",
+            "",
+            "Held-out figures (acceptance = sum of min(p, q); uncertain: positions with H(p) >= 0.5 nats):",
+            "",
+            "| offset | acceptance | uncertain | Smooth-L1 | cosine |",
+            "|---|---|---|---|---|",
+            *("| " + " | ".join(row) + " |" for row in rows),
+            "",
+            f"Training data: `{data.get('source') or data.get('dir') or '?'}`, sha256 of its shards "
+            f"`{origin.get('data', '?')}`.",
+            "Licences: the backbone's and the training data's apply; the demo's pictures are Twemoji, CC-BY-4.0.",
+            "",
+        ]
+    )
+
+
+def run(config: ExportConfig) -> None:
+    if config.which not in ("last", "best"):
+        raise ValueError(f"which is {config.which!r}; use last or best")
+    source = find_checkpoint(config.checkpoint, config.which)
+    out = Path(config.out) if config.out else source.parent.parent / "heads"
+    if out.exists() and any(out.iterdir()) and not config.overwrite:
+        raise ValueError(f"out={out} is there already; choose another out, or overwrite=true")
+    export(source, out)
+    print(f"{source} -> {out}")
+
+
+if __name__ == "__main__":
+    main(run, ExportConfig, __doc__)
