@@ -3,7 +3,8 @@
 A trunk reads states and embeddings of three cells of the row above (right above and the two to its right, whose states
 have read what lies left of them), with rows=2 also of two in the row above that, each squeezed to `cell` numbers, for a
 whole window in one call. The left token
-enters last and cheaply, through a gated layer of `rank` units whose input is a part per position plus one per token:
+(with lefts=2 the second to the left too) enters last and cheaply, through a gated layer of `rank` units whose input is
+a part per position plus one per token:
 
     z = [P (h; e) of each cell],    t = W0 z + SwiGLU(RMSNorm(W0 z)),    u = GLU(C RMSNorm(t) + A e_left),
     h_hat = t + M u
@@ -37,7 +38,7 @@ class ChainHeads(MTPHeads):
 
     kind = "chain"
     fields = ("width", "rank", "cell")
-    options = ("rows", "project_rank")
+    options = ("rows", "lefts", "project_rank")
 
     def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
         super().__init__()
@@ -53,6 +54,7 @@ class ChainHeads(MTPHeads):
         self.late_norm = RMSNorm(D)
         self.late_trunk = nn.Linear(D, 2 * self.rank, bias=False)
         self.late_left = nn.Linear(D, 2 * self.rank, bias=False)
+        self.late_second = nn.Linear(D, 2 * self.rank, bias=False) if config.lefts == 2 else None
         self.late_down = nn.Linear(self.rank, D, bias=False)
 
     @property
@@ -73,8 +75,16 @@ class ChainHeads(MTPHeads):
         position = torch.arange(1, self.grid.positions, device=h.device)
         index, inside = self.grid.around(position, self.above)
         t, c = self.look(h[:, index], e[:, index], inside)
-        left = (e if left is None else left)[:, :-1] * (position % self.grid.width > 0).to(e.dtype)[:, None]
-        return t + self.late_down(self.enter(c, self.late_left(left)))
+        entering = self.late_left(self._beside(e if left is None else left, 1))
+        if self.late_second is not None:
+            entering = entering + self.late_second(self._beside(e if left is None else left, 2))
+        return t + self.late_down(self.gate(c + entering))
+
+    def _beside(self, e: Tensor, back: int) -> Tensor:
+        """(B, T, D) -> (B, T - 1, D): what stands `back` to the left of each cell but the first."""
+        position = torch.arange(1, self.grid.positions, device=e.device)
+        inside = (position % self.grid.width >= back).to(e.dtype)[:, None]
+        return nn.functional.pad(e, (0, 0, back - 1, 0))[:, : self.grid.positions - 1] * inside
 
     def look(self, h: Tensor, e: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
         """h, e (..., N, D) of the cells above, inside (..., N) bool -> t (..., D) and C RMSNorm(t) (..., 2 r)."""
@@ -82,9 +92,9 @@ class ChainHeads(MTPHeads):
         t = self.trunk(z.flatten(-2))
         return t, self.late_trunk(self.late_norm(t))
 
-    def enter(self, c: Tensor, left: Tensor) -> Tensor:
-        """The parts of position and left token (..., 2 r) -> the gated units u (..., r)."""
-        return nn.functional.glu(c + left, dim=-1)
+    def gate(self, u: Tensor) -> Tensor:
+        """The parts of position and left tokens, added up, (..., 2 r) -> the gated units (..., r)."""
+        return nn.functional.glu(u, dim=-1)
 
     def tables(self, backbone: Backbone) -> "ChainTables":
         """What drafting needs of head and backbone together. Raises ValueError if the final norm is no RMS norm."""
@@ -92,15 +102,16 @@ class ChainHeads(MTPHeads):
 
 
 class ChainTables:
-    """The left token's part for every code, and L M: so a drafted position costs two small products."""
+    """The left tokens' part for every code, and L M: so a drafted position costs two small products."""
 
     def __init__(self, heads: ChainHeads, backbone: Backbone) -> None:
         self.heads, self.backbone = heads, backbone
         self.normed = heads.config.target != "h_post"
         codes = torch.arange(backbone.image_vocab_size, device=backbone.device)
-        left = heads.late_left(backbone.embed(codes))
-        self.left = torch.cat([left, torch.zeros_like(left[:1])])
-        """(V + 1, 2 r): row V is for column 0, which has no left token."""
+        layers = [layer for layer in (heads.late_left, heads.late_second) if layer is not None]
+        entering = [layer(backbone.embed(codes)) for layer in layers]
+        self.left = [torch.cat([a, torch.zeros_like(a[:1])]) for a in entering]
+        """(V + 1, 2 r) for the left token, then the second to the left; row V stands for none in this row."""
         down = heads.late_down.weight.T
         # Far above the norm's epsilon, which a column of M alone might not be.
         self.down = torch.cat([self.linear(1e3 * down) / 1e3, down], dim=-1)

@@ -33,6 +33,7 @@ class HeadsConfig:
     )
     cell: int = key(0, "kind=chain: numbers each cell above is squeezed to; 0 = half of the hidden size")
     rows: int = key(1, "kind=chain: rows of context above, 1 or 2")
+    lefts: int = key(1, "kind=chain: tokens to the left, 1 or 2")
 
     def check(self) -> None:
         """Raises ValueError naming the field."""
@@ -49,8 +50,9 @@ class HeadsConfig:
                 raise ValueError(f"heads.{name} is {getattr(self, name)}; use 0 for {default}, or a positive number")
         if self.right < 0 or self.down < 0 or self.right + self.down == 0:
             raise ValueError(f"heads.right is {self.right} and heads.down is {self.down}; at least one head is needed")
-        if self.rows not in (1, 2):
-            raise ValueError(f"heads.rows is {self.rows}; use 1 or 2")
+        for name in ("rows", "lefts"):
+            if getattr(self, name) not in (1, 2):
+                raise ValueError(f"heads.{name} is {getattr(self, name)}; use 1 or 2")
 
     @property
     def offsets(self) -> list[Offset]:

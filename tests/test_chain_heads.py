@@ -9,21 +9,33 @@ import torch
 from torch import Tensor
 
 from eval.decoders import decode
-from heads.chain import ABOVE, ChainHeads
+from heads.chain import ChainHeads
 from heads.config import LossConfig
 from heads.module import HeadsModule, OptimConfig
 from heads.mtp import HeadsConfig, MTPHeads, new_heads
 from tests.tiny import random_chain_heads, tiny_emu3
 
+WIDE = {"rows": 2, "lefts": 2}
 
-@pytest.fixture(scope="module")
-def world():
+
+@pytest.fixture(
+    scope="module", params=[{}, WIDE, {"target": "h_post", **WIDE}], ids=["plain", "wide", "behind the norm"]
+)
+def world(request):
     backbone = tiny_emu3((3, 4), double=True)
-    heads = random_chain_heads(backbone)
+    heads = random_chain_heads(backbone, **request.param)
     tokens = torch.randint(24, (2, 3, 4), generator=torch.Generator().manual_seed(0))
     h, e = (s.flatten(1, 2) for s in backbone.states(tokens, ["blue", None]))
     assert isinstance(heads, ChainHeads)
+    if heads.config.target == "h_post":
+        h = backbone.text.norm(h).double()
     return backbone, heads, tokens.flatten(1), h, e
+
+
+def logits(backbone, heads: ChainHeads, state: Tensor) -> Tensor:
+    """LM head, behind the final norm where the heads predict what comes before it."""
+    state = state if heads.config.target == "h_post" else backbone.text.norm(state)
+    return torch.nn.functional.linear(state, backbone.model.lm_head.weight[backbone.image_ids].to(state.dtype))
 
 
 def test_the_tables_give_the_backbones_logits_of_the_predicted_state(world) -> None:
@@ -33,20 +45,22 @@ def test_the_tables_give_the_backbones_logits_of_the_predicted_state(world) -> N
     t = 5 * torch.randn(6, 32, generator=generator, dtype=torch.float64)
     u = torch.randn(6, heads.rank, generator=generator, dtype=torch.float64)
     torch.testing.assert_close(
-        tables.logits(tables.base(t), u), backbone.logits(t + heads.late_down(u)), rtol=1e-5, atol=1e-5
+        tables.logits(tables.base(t), u), logits(backbone, heads, t + heads.late_down(u)), rtol=1e-5, atol=1e-5
     )
 
 
 def by_hand(heads: ChainHeads, h: Tensor, e: Tensor, y: int, x: int, known: int = 12, H: int = 3, W: int = 4) -> Tensor:
     """One cell's prediction from the formula, neighbours looked up one by one, zeros where there is none known."""
     cells = []
-    for dy, dx in ABOVE:
+    for dy, dx in [(-1, 0), (-1, 1), (-1, 2)] + ([(-2, 0), (-2, 1)] if heads.config.rows == 2 else []):
         at = (y + dy) * W + x + dx
         inside = 0 <= y + dy < H and 0 <= x + dx < W and at < known
         cells.append(heads.cell(torch.cat([h[at], e[at]]) if inside else torch.zeros(2 * h.shape[1], dtype=h.dtype)))
     t = heads.trunk(torch.cat(cells))
-    left = e[y * W + x - 1] if x else torch.zeros_like(e[0])
-    up, gate = (heads.late_trunk(heads.late_norm(t)) + heads.late_left(left)).chunk(2)
+    entering = heads.late_left(e[y * W + x - 1]) if x else 0
+    if heads.config.lefts == 2 and x > 1:
+        entering = entering + heads.late_second(e[y * W + x - 2])
+    up, gate = (heads.late_trunk(heads.late_norm(t)) + entering).chunk(2)
     return t + heads.late_down(up * torch.sigmoid(gate))
 
 
@@ -59,18 +73,34 @@ def test_a_whole_picture_is_predicted_cell_by_cell_as_the_formula_says(world) ->
             torch.testing.assert_close(predicted[b, i - 1], by_hand(heads, h[b], e[b], i // 4, i % 4))
 
 
-def test_a_prediction_looks_at_the_row_above_and_the_left_token_and_nothing_else(world) -> None:
-    """Cell (1, 1): changing any other state or embedding leaves its prediction as it is."""
+def test_a_prediction_looks_at_cells_above_and_left_tokens_and_nothing_else(world) -> None:
+    """Changing any other state or embedding leaves the prediction of a cell as it is."""
     _, heads, _, h, e = world
-    target = 1 * 4 + 1
-    reads_h, reads_e = {1, 2, 3}, {1, 2, 3, 4}
-    before = heads.predict(h, e, "chain")[:, target - 1]
-    for i in range(12):
-        for tensor, reads, arguments in ((h, reads_h, lambda c: (c, e)), (e, reads_e, lambda c: (h, c))):
-            changed = tensor.clone()
-            changed[:, i] += 1
-            same = torch.equal(heads.predict(*arguments(changed), "chain")[:, target - 1], before)
-            assert same == (i not in reads), i
+    further = heads.config.rows == 2
+    for y, x, reads_h, left in ((1, 1, {1, 2, 3}, {4}), (2, 2, {6, 7, *({2, 3} if further else ())}, {9, 8})):
+        left = left if heads.config.lefts == 2 else {y * 4 + x - 1}
+        target, reads_e = y * 4 + x, reads_h | left
+        before = heads.predict(h, e, "chain")[:, target - 1]
+        for i in range(12):
+            for tensor, reads, arguments in ((h, reads_h, lambda c: (c, e)), (e, reads_e, lambda c: (h, c))):
+                changed = tensor.clone()
+                changed[:, i] += 1
+                same = torch.equal(heads.predict(*arguments(changed), "chain")[:, target - 1], before)
+                assert same == (i not in reads), (y, x, i)
+
+
+def test_other_left_tokens_may_be_read_than_those_of_the_picture(world) -> None:
+    """They enter at the left and nowhere else: the cells above stay the picture's."""
+    backbone, heads, tokens, h, e = world
+    drafts = (tokens + 5) % 24
+    predicted = heads.predict(h, e, "chain", backbone.embed(drafts))
+    for target in range(1, 12):
+        y = target // 4
+        beside = [i for i in (target - 1, target - 2) if i >= y * 4][: heads.config.lefts]
+        mixed = tokens.clone()
+        mixed[:, beside] = drafts[:, beside]
+        expected = heads.predict(h, backbone.embed(mixed), "chain")[:, target - 1]
+        torch.testing.assert_close(predicted[:, target - 1], expected)
 
 
 def test_targets_are_all_cells_but_the_first_and_sources_the_left_ones(world) -> None:
@@ -102,7 +132,7 @@ def test_drafts_at_temperature_zero_are_the_argmax_of_the_predictions(world) -> 
     # Only row 0 can be checked without the states of drafts: nothing is above it.
     h, e = torch.zeros(12, 32, dtype=torch.float64), backbone.embed(tokens)[0]
     for x in range(1, 4):
-        assert int(backbone.logits(by_hand(heads, h, e, 0, x)).argmax()) == int(tokens[0, x])
+        assert int(logits(backbone, heads, by_hand(heads, h, e, 0, x)).argmax()) == int(tokens[0, x])
 
 
 def test_drafting_position_by_position_says_what_the_whole_picture_is_predicted_to_be(world) -> None:
@@ -124,12 +154,12 @@ def test_drafting_position_by_position_says_what_the_whole_picture_is_predicted_
         drafter = ChainDrafter(canvas, heads)
         drafter.open(canvas, first, drafter.reach)
         for s in range(drafter.reach):
-            left = torch.stack([canvas.tokens[b, f + s - 1] for b, f in enumerate(first)])[:, None]
+            left = torch.stack([canvas.tokens[b, [max(f + s - 2, 0), f + s - 1]] for b, f in enumerate(first)])
             q = drafter.q(slice(s, s + 1), left)
             for b, f in enumerate(first):  # the tables leave out the norm's epsilon, which row 0's small states show
                 y, x = divmod(f + s, 4)
                 predicted = torch.stack([by_hand(heads, branch[b], e[0], y, x, known=f) for branch in branches])
-                expected = sampling.probabilities(backbone.logits(predicted))
+                expected = sampling.probabilities(logits(backbone, heads, predicted))
                 torch.testing.assert_close(q[b, 0], expected, rtol=2e-3, atol=1e-5)
 
 

@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -248,9 +249,11 @@ def zero_at_the_mode(h: Tensor) -> Tensor:
     return h.scatter(-1, h.argmax(-1, keepdim=True), -torch.inf)
 
 
-def random_chain_heads(backbone: Backbone, spread: float = 3.0, seed: int = 0) -> MTPHeads:
+def random_chain_heads(backbone: Backbone, spread: float = 3.0, seed: int = 0, **config: Any) -> MTPHeads:
     """Chain heads with arbitrary weights, large enough for every input to show."""
-    heads = new_heads(HeadsConfig(kind="chain"), backbone, seed).requires_grad_(False).to(backbone.dtype).eval()
+    heads = (
+        new_heads(HeadsConfig(kind="chain", **config), backbone, seed).requires_grad_(False).to(backbone.dtype).eval()
+    )
     for p in heads.parameters():
         p.mul_(spread)
     return heads

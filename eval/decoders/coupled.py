@@ -85,7 +85,9 @@ class CoupledSSD(SJD):
             if self.coupling == "maximal":
                 self.aside[rows, :c] = old[rows, last]
         self.before = canvas.window(n, A).clone()
-        self.y = canvas.window([m - 1 for m in n], A + 1).clone()  # column s: the token to the left of draft s
+        second = canvas.window([max(m - 2, 0) for m in n], 1)
+        # Columns s and s + 1: the two tokens to the left of draft s.
+        self.y = torch.cat([second, canvas.window([m - 1 for m in n], A + 1)], dim=1)
         for low in range(0, A, self.drafter.reach):
             high = min(low + self.drafter.reach, A)
             self.drafter.open(canvas, [m + low for m in n], high - low)
@@ -96,7 +98,7 @@ class CoupledSSD(SJD):
             for here in self._pieces(max(low, min(carried)), high, 0):
                 self._bear(canvas, here, slice(here.start - low, here.stop - low))
             for rows, (m, d) in in_step(n, a):
-                canvas.tokens[rows, m : m + min(d, high)] = self.y[rows, 1 : 1 + min(d, high)]
+                canvas.tokens[rows, m : m + min(d, high)] = self.y[rows, 2 : 2 + min(d, high)]
         if len(set(a)) > 1:
             for b, d in enumerate(a):
                 self.record[b, d:] = 0
@@ -112,7 +114,7 @@ class CoupledSSD(SJD):
     def _move(self, canvas: Canvas, here: slice, opened: slice, weights: Tensor) -> None:
         """Move what had a token to r = (1 - w) p + w q by its coupling."""
         assert self.record is not None
-        q = self.drafter.q(opened, self.y[:, here])
+        q = self.drafter.q(opened, self.y[:, here.start : here.stop + 1])
         r = torch.lerp(self.target[:, here], q, weights.to(q))
         if self.coupling == "gumbel":
             moved = gumbel_argmax(r, self.aside[:, here])
@@ -121,12 +123,13 @@ class CoupledSSD(SJD):
             # Behind the last drafts the forward gave a p but no token: with no record to come from, it is drawn from r.
             kept = keep(y, old, r, canvas.source, where) & (old.gather(-1, y[..., None])[..., 0] > 0)
             moved, _ = redraw(y, kept, (r - old).clamp_min_(0), canvas.source, where, self._there(here))
-        self.record[:, here], self.y[:, here.start + 1 : here.stop + 1] = r, moved
+        self.record[:, here], self.y[:, here.start + 2 : here.stop + 2] = r, moved
 
     def _bear(self, canvas: Canvas, here: slice, opened: slice) -> None:
         """Draw births from q; in a batch out of step some samples have a token here already, and keep it."""
         assert self.record is not None
-        r, after = self.drafter.q(opened, self.y[:, here]), slice(here.start + 1, here.stop + 1)
+        after = slice(here.start + 2, here.stop + 2)
+        r = self.drafter.q(opened, self.y[:, here.start : here.stop + 1])
         if self.uniform:
             r = r * (1 - self.uniform) + self.uniform / r.shape[-1]
         there = self._there(here) if here.start < max(self.fresh) else None
@@ -149,6 +152,6 @@ class CoupledSSD(SJD):
     def _weights(self, here: slice) -> Tensor:
         """(B, K, 1): the weight of q, by how far to the left the last changed token is."""
         columns = self.columns[: here.stop]
-        changed = torch.where(self.y[:, 1 : here.stop] != self.before[:, : here.stop - 1], columns[:-1], -1)
+        changed = torch.where(self.y[:, 2 : here.stop + 1] != self.before[:, : here.stop - 1], columns[:-1], -1)
         last = torch.nn.functional.pad(changed, (1, 0), value=-1).cummax(1).values
         return self.weights[columns - 1 - last][:, here.start :, None]

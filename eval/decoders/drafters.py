@@ -29,7 +29,10 @@ class Drafter(ABC):
 
     @abstractmethod
     def q(self, columns: slice, left: Tensor) -> Tensor:
-        """Draft distributions (B, K, V) of these of the opened columns, left (B, K) the tokens to their left."""
+        """Draft distributions (B, K, V) of these of the opened columns.
+
+        left (B, K + 1) are the tokens to their left, that of the first column with the one left of it before it.
+        """
 
 
 class ChainDrafter(Drafter):
@@ -75,21 +78,21 @@ class ChainDrafter(Drafter):
             self.base, self.c = self.kept.take(first, count, self.settled)
         else:
             self.base, self.c = self._trunk(first, count)
-        W = canvas.grid.width
-        self.edges = [[-f % W + k for k in range(0, count, W) if -f % W + k < count] for f in first]
+        columns = torch.arange(count, device=canvas.tokens.device)
+        x = (torch.tensor(first, device=columns.device)[:, None] + columns) % canvas.grid.width
+        self.beyond = [x < 1, x < 2]
+        """(B, count): columns with no left token in their row, and with no second one."""
 
     def q(self, columns: slice, left: Tensor) -> Tensor:
-        for b, edges in enumerate(self.edges):
-            for s in edges:
-                if columns.start <= s < columns.stop:  # the first cell of a row has no left neighbour
-                    left = left.clone()
-                    left[b, s - columns.start] = self.no_left
         base, c = self.base[:, columns], self.c[:, columns]
         B, K, G, _ = c.shape
-        if G > 1:
-            left = left[..., None].expand(-1, -1, G)
-        a = self.tables.left.index_select(0, left.reshape(-1))
-        logits = self.tables.logits(base.flatten(0, 2), self.heads.enter(c.flatten(0, 2), a))
+        u = c.flatten(0, 2)
+        for table, beyond, back in zip(self.tables.left, self.beyond, (1, 2), strict=False):
+            token = left[:, 2 - back : 2 - back + K].masked_fill(beyond[:, columns], self.no_left)
+            if G > 1:
+                token = token[..., None].expand(-1, -1, G)
+            u = u + table.index_select(0, token.reshape(-1))
+        logits = self.tables.logits(base.flatten(0, 2), self.heads.gate(u))
         return self.canvas.sampling.probabilities(logits.view(B, K, G, -1).movedim(2, 0))
 
 
