@@ -35,6 +35,7 @@ class TokenDataModule(L.LightningDataModule):
         self.train_sets += [shard_set(place, weight) for place, weight in config.mix.items()]
         self.validation_set = shard_set(join(config.dir, "validation"))
         self.split, self.start, self.seen = Split(), 0, 0
+        self._told = False
         self.notes: list[str] = []
         """What is worth telling about how the data is dealt and taken up."""
 
@@ -70,6 +71,10 @@ class TokenDataModule(L.LightningDataModule):
         return DataLoader(stream, batch_size=None, num_workers=0)
 
     def _tell(self, rank: int) -> None:
+        """Once, when training begins."""
+        if self._told:
+            return
+        self._told = True
         split = self.split
         for s in self.train_sets:
             each, rest = divmod(s.size, split.readers)

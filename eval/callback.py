@@ -69,7 +69,7 @@ class Drawn:
 
 
 class Preview(Callback):
-    """Every `evaluate.every` steps, on rank 0: steps, seconds and accepted drafts of each decoder, and a contact sheet.
+    """Every `evaluate.eval_every` steps, on rank 0: steps, seconds and accepted drafts of each decoder, and a sheet.
 
     Logged as `steps/DECODER` (mean forwards a picture), `seconds/DECODER` (a picture), `accepted/DECODER` (share of
     drafts that passed their first test), `changed/DECODER` (tokens that still changed in their last round), and
@@ -97,9 +97,9 @@ class Preview(Callback):
         self.able = not sharded(module.backbone)
         if not self.able and trainer.is_global_zero:
             warnings.warn(
-                f"evaluate.every is {self.config.every}, but trainer.strategy shards the backbone, and one rank alone "
-                "cannot decode with a part of it: no pictures are drawn during training. Draw them from the exported "
-                "heads (python -m eval.bench), or use ddp, deepspeed_1 or deepspeed_2",
+                f"evaluate.eval_every is {self.config.eval_every}, but trainer.strategy shards the backbone, and one "
+                "rank alone cannot decode with a part of it: no pictures are drawn during training. Draw them from the "
+                "exported heads (python -m eval.bench), or use ddp, deepspeed_1 or deepspeed_2",
                 stacklevel=2,
             )
         self.decoders = [d for d in self.decoders if not d.kinds or module.heads.kind in d.kinds]
@@ -108,7 +108,7 @@ class Preview(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         step = trainer.global_step
-        if not self.able or step == self.last or step % self.config.every:
+        if not self.able or step == self.last or step % self.config.eval_every:
             return
         self.last = step
         assert isinstance(module, HeadsModule)

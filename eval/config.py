@@ -20,7 +20,7 @@ class DecodingConfig:
 
 @dataclass
 class EvaluateConfig:
-    every: int = key(0, "steps between drawing validation prompts with the heads as they are; 0 = never")
+    eval_every: int = key(0, "steps between drawing validation prompts with the heads as they are; 0 = never")
     images: int = key(8, "prompts that are drawn")
     prompts: str = key("", "text file of prompts, or emoji:validation; '' = captions of the validation set")
     decoders: str = key("ar,ssd,ssd_coupled", "what draws them; those that cannot draft with the heads are left out")
@@ -28,12 +28,12 @@ class EvaluateConfig:
 
     def check(self, kind: str) -> None:
         """`kind` of heads. Raises ValueError naming the field."""
-        if self.every < 0:
-            raise ValueError(f"evaluate.every is {self.every}; use 0 (never) or more")
+        if self.eval_every < 0:
+            raise ValueError(f"evaluate.eval_every is {self.eval_every}; use 0 (never) or more")
         for name in ("images", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"evaluate.{name} is {getattr(self, name)}; at least 1 is needed")
-        if not self.every:
+        if not self.eval_every:
             return
         from eval.setup import parse_decoders
 

@@ -117,9 +117,11 @@ class HeadsModule(_Module):
         loss: LossConfig | None = None,
         seed: int = 0,
         max_skipped: float = 0.01,
+        top_k: int = 0,
     ) -> None:
         """`tables` holds a (V, V) count table per head's name: the floor of its acceptance.
 
+        Validation measures acceptance at each scale of `guidance` with `top_k` (0 = all), as decoding meets it.
         `max_skipped` is the share of samples without finite states or loss that training puts up with. Raises
         ValueError for a loss these heads cannot have.
         """
@@ -138,9 +140,10 @@ class HeadsModule(_Module):
             )
         kinds = ["smooth_l1", "cosine", "acceptance", "acceptance_uncertain", "acceptance_table", "top1"]
         names = [f"{kind}/{offset}" for kind in kinds for offset in self.pairs]
-        self.scales = [g for g in self.guidance if g != 1 or self.terms.top_k]
-        """Guidance scales measured apart from the plain acceptance, with the loss's top-k."""
-        names += [f"{guided_name(g, self.terms.top_k)}/{offset}" for g in self.scales for offset in self.pairs]
+        self.top_k = top_k
+        self.scales = [g for g in self.guidance if g != 1 or top_k]
+        """Guidance scales measured apart from the plain acceptance."""
+        names += [f"{guided_name(g, top_k)}/{offset}" for g in self.scales for offset in self.pairs]
         self.means = nn.ModuleDict({n: MeanMetric() for n in [*names, "backbone_nll", "backbone_entropy"]})
         self.broken = 0
         """Samples of this rank that could not be read and were skipped."""
@@ -283,7 +286,7 @@ class HeadsModule(_Module):
 
     def _guided(self, h: Tensor, predicted: Mapping[str, Tensor]) -> None:
         """Acceptance as the decoder meets it: p and q mixed from the branches (2, B, T, D), with the loss's top-k."""
-        k = self.terms.top_k
+        k = self.top_k
         for here, parts in self.objective.chunks.of(h.shape[1], self.terms.chunk, h.device):
             logits = self.heads.logits(self.backbone, h[:, :, here])
             for name, (of, there) in parts.items():

@@ -1,21 +1,15 @@
 """From a resolved recipe to a job that can be fitted and finished. Imported by train.py alone."""
 
-import logging
-import os
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
 import yaml
-from lightning.pytorch.callbacks import Callback, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from data.encode import encode
 from data.module import TokenDataModule
@@ -28,12 +22,12 @@ from heads.checkpoint import BEST, read_checkpoint
 from heads.module import BackboneModule, HeadsModule
 from heads.mtp import new_heads
 from heads.objective import count_table
-from heads.ranks import rank_zero, wait_for, world
+from heads.ranks import rank_zero, wait_for
 from heads.run_folder import RunFolder
-from heads.saving import Saver, ValidateLast
-from heads.strategy import choose_devices, choose_precision, choose_strategy
+from heads.strategy import choose_devices, choose_precision
 from heads.tokenizers import ImageTokenizer, PatchVQ, load_tokenizer
 from recipes.schema import TrainConfig
+from recipes.trainer import StepTimer, callbacks, make_trainer, quiet
 
 HOW = (
     "resume",
@@ -53,6 +47,11 @@ HOW = (
     "trainer.keep",
     "trainer.max_hours",
     "trainer.max_skipped",
+    "evaluate.eval_every",
+    "evaluate.images",
+    "evaluate.prompts",
+    "evaluate.decoders",
+    "evaluate.batch_size",
 )
 """Keys that may differ when a run is taken up again."""
 TABLE_SAMPLES = 4000
@@ -66,23 +65,6 @@ class Job:
     module: L.LightningModule
     data: TokenDataModule
     finish: Callable[[], None]
-
-
-def quiet() -> None:
-    """Switch off, by name, what libraries say that is not so here or is no news to a user."""
-    for message in (
-        ".*in eval mode at the start of training.*",  # the frozen backbone: that is the point
-        ".*your dataloader is not resumable.*",  # the stream resumes by its batch count, exactly
-        ".*treespec, LeafSpec.*",  # Lightning's own use of torch
-        ".*smaller than the logging interval.*",
-        ".*Checkpoint directory .* exists and is not empty.*",
-        ".*does not have many workers.*",
-        ".*Our suggested max number of worker.*",
-        ".*sync_dist=True.*",  # our means are gathered as sums and counts
-    ):
-        warnings.filterwarnings("ignore", message)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader workers fork
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
 
 
 def resolved(config: TrainConfig) -> str:
@@ -108,6 +90,8 @@ def shrink(config: TrainConfig) -> None:
     config.data.batch_size = min(config.data.batch_size, 2)
     config.data.validation_samples = 4
     config.data.copies, config.sheet.images = 1, min(config.sheet.images, 2)
+    config.evaluate.eval_every = min(config.evaluate.eval_every, 2)
+    config.evaluate.images = min(config.evaluate.images, 2)
     config.data.dir += "_smoke"
 
 
@@ -167,7 +151,7 @@ def build(config: TrainConfig, folder: RunFolder) -> Job:
     module, finish = make(config, folder, backbone, tokenizer, data)
     timer = StepTimer(begun)
     module.origin = {"recipe": resolved(config), "data": data.digest}  # type: ignore[assignment]
-    trainer = make_trainer(config, folder, devices, [timer, *module_callbacks(config, folder, begun)])
+    trainer = make_trainer(config, folder, devices, [timer, *callbacks(config, folder, tokenizer, begun)])
     if trainer.is_global_zero:
         folder.record()
     return Job(trainer, module, data, lambda: finish(trainer, timer))
@@ -185,68 +169,6 @@ def make_backbone(config: TrainConfig, tokenizer: ImageTokenizer, accelerator: s
     source = open_source(config.data.source)
     captions = [i.caption for i in source.take("train", range(source.count("train")))]
     return new_emu3(captions, tokenizer.codebook_size, tuple(b.grid), b.size, config.seed)  # type: ignore[arg-type]
-
-
-def make_trainer(
-    config: TrainConfig, folder: RunFolder, devices: tuple[str, int], callbacks: list[Callback]
-) -> L.Trainer:
-    t = config.trainer
-    loggers = [
-        CSVLogger(folder.path / "logs", name="csv"),  # a version per launch: it deletes what it finds in its own
-        TensorBoardLogger(folder.path, name="logs", version="tensorboard"),
-    ]
-    return L.Trainer(
-        accelerator=devices[0],
-        devices=devices[1],
-        num_nodes=world() // devices[1] if world() > 1 else 1,
-        strategy=choose_strategy(t.strategy, devices[0]),
-        precision=choose_precision(t.precision, devices[0]),  # type: ignore[arg-type]
-        max_steps=t.steps,
-        limit_train_batches=t.steps * t.accumulate,
-        accumulate_grad_batches=t.accumulate,
-        gradient_clip_val=t.clip or None,
-        val_check_interval=t.validate_every * t.accumulate,
-        check_val_every_n_epoch=None,
-        logger=loggers,
-        callbacks=[*callbacks, TQDMProgressBar(refresh_rate=5)],
-        log_every_n_steps=10,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
-
-
-def module_callbacks(config: TrainConfig, folder: RunFolder, begun: float) -> list[Callback]:
-    t = config.trainer
-    return [ValidateLast(), Saver(folder, t.save_every, t.keep, t.max_hours, begun)]
-
-
-class StepTimer(Callback):
-    """Seconds from the end of one step to the end of the next, data loading included; the median is what counts."""
-
-    def __init__(self, begun: float) -> None:
-        self.begun = begun
-        self.mark: float | None = None
-        self.steps: list[float] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        now = time.perf_counter()
-        if self.mark is not None:
-            self.steps.append(now - self.mark)
-        self.mark = now
-
-    def on_validation_start(self, *_: Any) -> None:
-        self.mark = None
-
-    def on_save_checkpoint(self, *_: Any) -> None:
-        self.mark = None
-
-    def median(self) -> float | None:
-        return sorted(self.steps)[len(self.steps) // 2] if self.steps else None
-
-    def total(self) -> float:
-        return time.monotonic() - self.begun
 
 
 def build_backbone(
@@ -280,7 +202,11 @@ def build_heads(
         tokens = data.sample_tokens(TABLE_SAMPLES)
         pairs = heads.train_pairs(backbone.grid)
         tables = {name: count_table(tokens, *pair, backbone.image_vocab_size) for name, pair in pairs.items()}
-    terms = (config.guidance, config.loss, config.seed, config.trainer.max_skipped)
+    if config.trainer.compile:
+        for part in heads.children():
+            part.compile()
+    d = config.decoding
+    terms = (config.guidance, config.loss, config.seed, config.trainer.max_skipped, d.top_k)
     module = HeadsModule(backbone, heads, config.optim, tables, *terms)
 
     def finish(trainer: L.Trainer, timer: StepTimer) -> None:

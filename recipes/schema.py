@@ -136,5 +136,5 @@ class TrainConfig:
         for part in (self.data, self.heads, self.loss, self.optim, self.decoding, self.assume):
             part.check()
         self.evaluate.check(self.heads.kind)
-        if self.evaluate.every and self.task == "backbone":
-            raise ValueError(f"evaluate.every is {self.evaluate.every}, but task=backbone trains no heads; use 0")
+        if self.evaluate.eval_every and self.task == "backbone":
+            raise ValueError(f"evaluate.eval_every is {self.evaluate.eval_every}, but task=backbone trains no heads; use 0")

@@ -81,7 +81,7 @@ def train(
 
 
 def preview(world: World, **settings: Any) -> Preview:
-    config = EvaluateConfig(every=2, images=2, prompts=str(world.prompts), batch_size=1)
+    config = EvaluateConfig(eval_every=2, images=2, prompts=str(world.prompts), batch_size=1)
     for name, value in settings.items():
         setattr(config, name, value)
     return Preview(config, DECODING, load_tokenizer(world.backbone), seed=5)
@@ -146,7 +146,7 @@ def test_acceptance_is_measured_along_ars_pictures_with_the_recipes_guidance_and
 @pytest.mark.parametrize("kind", ["offsets", "chain"])
 def test_training_ends_bit_for_bit_as_it_does_without(world: World, tmp_path: Path, kind: str) -> None:
     plain, alone = train(world, tmp_path / "without", None, kind)
-    module, watched = train(world, tmp_path / "with", preview(world, every=1), kind)
+    module, watched = train(world, tmp_path / "with", preview(world, eval_every=1), kind)
     assert all(torch.equal(a, b) for a, b in zip(plain.heads.parameters(), module.heads.parameters(), strict=True))
     assert torch.equal(torch.stack(alone.numbers), torch.stack(watched.numbers))
     assert alone.modes == watched.modes
@@ -232,7 +232,7 @@ def test_with_a_sharded_backbone_nothing_is_drawn_and_that_is_said_at_the_start(
             super().on_train_start(trainer, module)
             del parameter.ds_id
 
-    config = EvaluateConfig(every=1, images=1, prompts=str(world.prompts))
+    config = EvaluateConfig(eval_every=1, images=1, prompts=str(world.prompts))
     drawn = Sharded(config, DECODING, load_tokenizer(world.backbone))
     with pytest.warns(UserWarning, match="shards the backbone.*no pictures are drawn during training"):
         train(world, tmp_path, drawn, steps=2)
@@ -250,14 +250,14 @@ class TestRecipe:
     @pytest.mark.parametrize(
         "arguments, message",
         [
-            (["evaluate.every=-1"], "evaluate.every is -1"),
+            (["evaluate.eval_every=-1"], "evaluate.eval_every is -1"),
             (["evaluate.images=0"], "evaluate.images is 0"),
             (["evaluate.batch_size=0"], "evaluate.batch_size is 0"),
-            (["evaluate.every=5", "evaluate.decoders=ar,sds"], r"evaluate\.decoders: unknown decoder 'sds'"),
-            (["evaluate.every=5", "evaluate.decoders=ssd,ssd"], "each once is enough"),
-            (["evaluate.every=5", "evaluate.decoders=ar"], "none of them drafts with offsets heads"),
-            (["recipe=emoji_chain", "evaluate.every=5", "evaluate.decoders=ar,ssd"], "drafts with chain heads"),
-            (["recipe=emoji_backbone", "evaluate.every=5"], "task=backbone trains no heads"),
+            (["evaluate.eval_every=5", "evaluate.decoders=ar,sds"], r"evaluate\.decoders: unknown decoder 'sds'"),
+            (["evaluate.eval_every=5", "evaluate.decoders=ssd,ssd"], "each once is enough"),
+            (["evaluate.eval_every=5", "evaluate.decoders=ar"], "none of them drafts with offsets heads"),
+            (["recipe=emoji_chain", "evaluate.eval_every=5", "evaluate.decoders=ar,ssd"], "drafts with chain heads"),
+            (["recipe=emoji_backbone", "evaluate.eval_every=5"], "task=backbone trains no heads"),
             (["decoding.top_k=-2"], "decoding.top_k is -2"),
         ],
     )

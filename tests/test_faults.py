@@ -107,9 +107,9 @@ def test_a_signal_saves_the_step_and_the_same_command_goes_on_bit_for_bit(
     import recipes.build
 
     fit(world.overrides(tmp_path / "whole", **LONG))
-    callbacks = recipes.build.module_callbacks
+    callbacks = recipes.build.callbacks
     monkeypatch.setattr(Tell, "number", number)
-    monkeypatch.setattr(recipes.build, "module_callbacks", lambda *a: [Tell(), *callbacks(*a)])
+    monkeypatch.setattr(recipes.build, "callbacks", lambda *a: [Tell(), *callbacks(*a)])
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as stop:
         fit(world.overrides(tmp_path / "run", **LONG))
@@ -117,7 +117,7 @@ def test_a_signal_saves_the_step_and_the_same_command_goes_on_bit_for_bit(
     assert "stopped at step 7" in capsys.readouterr().out
     (file,) = saved_steps(tmp_path / "run" / "checkpoints")
     assert read_checkpoint(file)["global_step"] == 7
-    monkeypatch.setattr(recipes.build, "module_callbacks", callbacks)
+    monkeypatch.setattr(recipes.build, "callbacks", callbacks)
     fit(world.overrides(tmp_path / "run", **LONG))
     assert "going on from step 7: weights, moments, learning rate, place in the data" in capsys.readouterr().out
     names = [tmp_path / n / "heads" / "model.safetensors" for n in ("whole", "run")]
