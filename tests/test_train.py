@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -123,23 +125,80 @@ def test_frozen_backbone_is_in_eval_mode_and_out_of_the_optimizer_throughout(
 
     modes: list[bool] = []
     groups: list[int] = []
-    step = HeadsModule.training_step
+    seen: list[torch.Tensor] = []
+    training, validation = HeadsModule.training_step, HeadsModule.validation_step
 
-    def watched(self, batch, index):
+    def watch(self, batch) -> None:
         modes.append(any(m.training for m in self.backbone.modules()))
         groups.append(sum(len(g["params"]) for g in self.optimizers().param_groups))
         assert not any(p.requires_grad for p in self.backbone.parameters())
-        return step(self, batch, index)
+        seen[:] = [self.backbone.states(batch.tokens, batch.captions)[0] for _ in range(2)]
+        assert torch.equal(*seen)
+
+    def train_step(self, batch, index):
+        watch(self, batch)
+        return training(self, batch, index)
+
+    def validate_step(self, batch, index):
+        watch(self, batch)
+        return validation(self, batch, index)
 
     config = json.loads((world.backbone / "config.json").read_text())
     dropping = tmp_path / "backbone"
     shutil.copytree(world.backbone, dropping)
     config["text_config"]["attention_dropout"] = 0.5
     (dropping / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(HeadsModule, "training_step", watched)
-    fit(world.overrides(tmp_path / "run", **{"backbone.checkpoint": dropping, "trainer.validate_every": 2}))
+    monkeypatch.setattr(HeadsModule, "training_step", train_step)
+    monkeypatch.setattr(HeadsModule, "validation_step", validate_step)
+    keys = {"backbone.checkpoint": dropping, "trainer.validate_every": 2, "data.validation_samples": 8}
+    keys |= {"trainer.max_hours": 1e-9}
+    with pytest.raises(SystemExit):
+        fit(world.overrides(tmp_path / "run", **keys))
+    assert modes == [False]  # one step, and the hours are up
+    keys["trainer.max_hours"] = 0
+    fit(world.overrides(tmp_path / "run", **keys))
     heads = MTPHeads.from_pretrained(tmp_path / "run" / "heads")
-    assert modes == [False] * 4 and groups == [len(list(heads.parameters()))] * 4
+    batches = 4 + 2 * 2
+    assert modes == [False] * batches and groups == [len(list(heads.parameters()))] * batches
+
+
+def test_accumulated_gradients_are_the_mean_over_all_batches_of_a_step(world: World, tmp_path: Path) -> None:
+    """Three batches a step, against one loss over the three by hand; the last step as the first."""
+    from lightning.pytorch.callbacks import Callback
+
+    from tests import rank_worker
+
+    class Catch(Callback):
+        found: ClassVar[list] = []
+
+        def on_before_optimizer_step(self, trainer, module, optimizer) -> None:
+            weights = {n: p.detach().clone() for n, p in module.heads.named_parameters()}
+            self.found.append((weights, [p.grad.clone() for p in module.heads.parameters()], module))
+
+    keys = {"trainer.steps": 4, "trainer.accumulate": 3, "trainer.clip": 0, "data.validation_samples": 2}
+    rank_worker.run(world.overrides(tmp_path / "run", **keys), extra=[Catch()])
+    data = rank_worker.batches(0, 1)
+    assert len(Catch.found) == 4
+    for step, (weights, gradients, module) in enumerate(Catch.found):
+        module.heads.load_state_dict(weights)
+        module.zero_grad()
+        three = data[3 * step : 3 * step + 3]
+        h, e = module.backbone.states(torch.cat([b.tokens for b in three]), [c for b in three for c in b.captions])
+        module.loss(h[None], e, torch.cat([b.tokens for b in three])).backward()
+        for found, p in zip(gradients, module.heads.parameters(), strict=True):
+            torch.testing.assert_close(found, p.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_learning_rate_falls_to_its_share_at_the_last_step(world: World, tmp_path: Path) -> None:
+    """The stream has no length; the schedule has: the steps."""
+    keys = {"trainer.steps": 30, "optim.warmup": 10, "optim.lr": 1e-3, "optim.final": 0.1, "trainer.keep": 9}
+    fit(world.overrides(tmp_path / "run", **keys, **{"trainer.save_every": 10}))
+    rates = [
+        read_checkpoint(f)["optimizer_states"][0]["groups"][0]["lr"]
+        for f in saved_steps(tmp_path / "run" / "checkpoints")
+    ]
+    # At the peak behind the warm-up, half way down the cosine, and at the bottom.
+    assert rates == pytest.approx([1e-3, 1e-3 * (0.1 + 0.9 / 2), 1e-4], rel=1e-6)
 
 
 def test_save_every_five_saves_five_ten_fifteen(world: World, tmp_path: Path) -> None:
@@ -163,10 +222,57 @@ def test_killed_in_mid_epoch_and_run_again_ends_with_the_same_weights(world: Wor
     process.communicate()
     assert not (out / "metrics.json").exists() and 4 <= last_step(out) < 120
     fit(world.overrides(out, **keys))
-    whole, resumed = (load_file(p / "heads" / "model.safetensors") for p in (tmp_path / "whole", out))
+    assert_same_export(tmp_path / "whole", out)
+
+
+@pytest.mark.slow
+def test_zero_2_goes_on_bit_for_bit_when_one_of_two_ranks_was_killed(world: World, tmp_path: Path) -> None:
+    """torchrun ends the other within seconds and names the dead one; the same command goes on from what was saved."""
+    keys = {
+        "trainer.steps": 150,
+        "trainer.validate_every": 150,
+        "trainer.save_every": 5,
+        "trainer.accelerator": "cpu",
+        "trainer.strategy": "deepspeed_2",
+        "data.workers": 2,
+        "data.batch_size": 2,
+        "data.validation_samples": 4,
+        "data.caption_dropout": 0.5,
+    }
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    process = spawn(world.overrides(out, **keys), torchrun=2)
+    wait_for_step(process, out, 5)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
+    begun = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0 and time.monotonic() - begun < 45
+    assert "Signal 9 (SIGKILL)" in output and re.search(r"Root Cause.*\n.*\n.*\n.*\n *rank +: 1 ", output), output
+    assert not (out / "metrics.json").exists() and 5 <= last_step(out) < 150
+    for folder in (out, whole):
+        process = spawn(world.overrides(folder, **keys), torchrun=2)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+    assert_same_export(whole, out)
+
+
+def assert_same_export(a: Path, b: Path) -> None:
+    whole, resumed = (load_file(p / "heads" / "model.safetensors") for p in (a, b))
     assert whole.keys() == resumed.keys()
     for name in whole:
         assert torch.equal(whole[name], resumed[name]), name
+
+
+def children(parent: int) -> list[int]:
+    """Process ids, oldest first."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if int(fields[1]) == parent:
+            found.append(int(stat.parent.name))
+    return sorted(found)
 
 
 @pytest.fixture(autouse=True)
