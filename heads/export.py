@@ -16,6 +16,9 @@ from heads.cli import key, main
 from heads.mtp import MTPHeads
 
 
+EXPORTED = {"config.json", "model.safetensors", "README.md", "recipe.yaml"}
+
+
 @dataclass
 class ExportConfig:
     checkpoint: str = key("runs/emoji_ssd", "a run folder, its checkpoints/, or one .ckpt file")
@@ -90,8 +93,11 @@ def run(config: ExportConfig) -> None:
         raise ValueError(f"which is {config.which!r}; use last or best")
     source = find_checkpoint(config.checkpoint, config.which)
     out = Path(config.out) if config.out else source.parent.parent / "heads"
-    if out.exists() and any(out.iterdir()) and not config.overwrite:
-        raise ValueError(f"out={out} is there already; choose another out, or overwrite=true")
+    held = {p.name for p in out.iterdir()} if out.is_dir() else set()
+    if foreign := held - EXPORTED:
+        raise ValueError(f"out={out} holds {min(foreign)}, which is no part of exported heads; choose another out")
+    if held and not config.overwrite:
+        raise ValueError(f"out={out} holds exported heads already; choose another out, or overwrite=true")
     export(source, out)
     print(f"{source} -> {out}")
 
