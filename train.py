@@ -1,6 +1,6 @@
 """Train drafting heads on a frozen backbone, export them, and draw with them.
 
-    python train.py                                        # the demo: recipe=emoji_ssd, a laptop, minutes
+    python train.py                                        # the demo: recipe=emoji_chain, a laptop, minutes
     python train.py recipe=emoji_backbone                  # the demo's backbone itself
     torchrun --nproc_per_node=8 train.py trainer.strategy=deepspeed_2
 

@@ -1,6 +1,6 @@
 """Decoders side by side with AR, in one process: steps, seconds, acceptance, likelihood.
 
-python -m eval.bench heads=runs/emoji_ssd/heads images=16 out=runs/bench
+python -m eval.bench images=16 out=runs/bench
 python -m eval.bench suite=all
 python -m eval.bench calibrate=true decoders=ssd_coupled
 """
@@ -21,7 +21,7 @@ from eval.chart import speed_chart
 from eval.decoders import Sampling
 from eval.measure import Part, Plan, Run, accept_cost, batches, interpolate, measure, speedup, step_cost
 from eval.metrics.likelihood import bootstrap, surprise
-from eval.setup import DEMO_HEADS, Decoder, EvalConfig, Loaded, load, parse_decoders, spread
+from eval.setup import Decoder, EvalConfig, Loaded, load, parse_decoders, spread
 from eval.suites import CALIBRATED, SHORT, SMOKE, every
 from heads.cli import key, main
 from heads.files import atomic, write_json
@@ -31,11 +31,6 @@ from heads.sheet import contact_sheet
 
 @dataclass
 class BenchConfig(EvalConfig):
-    heads: str = key(
-        "auto",
-        "folders or hub ids of exported heads, one per kind, a,b; auto = runs/emoji_ssd/heads, "
-        "with suite=all also runs/emoji_chain/heads; '' = none",
-    )
     suite: str = key("", "all = every decoder, 200 pictures of which 8 are timed, guidance 1 and 3; '' = a short list")
     decoders: str = key("", "comma-separated, in place of the suite's; AR is always measured, first")
     images: int = key(0, "pictures: the first N of the prompts, spread evenly; 0 = 8, or what the suite says")
@@ -59,12 +54,11 @@ class Suite:
     images: int = 8
     timed: int = 0
     guidances: tuple[float, ...] = ()
-    heads: str = DEMO_HEADS["offsets"]
 
 
 SUITES = {
     "": Suite(SHORT, SHORT),
-    "all": Suite(every(), SMOKE, images=200, timed=8, guidances=(1.0, 3.0), heads=",".join(DEMO_HEADS.values())),
+    "all": Suite(every(), SMOKE, images=200, timed=8, guidances=(1.0, 3.0)),
 }
 
 
@@ -86,8 +80,6 @@ def settle(config: BenchConfig) -> tuple[list[Decoder], list[Sampling], Plan]:
     config.timed = config.timed or suite.timed
     if config.timed < 0:
         raise ValueError(f"timed is {config.timed}; use 0 for all pictures, or how many")
-    if config.heads == "auto":
-        config.heads = suite.heads
     decoders = parse_decoders(config.decoders or (suite.smoke if config.smoke else suite.decoders))
     if config.calibrate:
         decoders = windowed(decoders)

@@ -1,6 +1,6 @@
 """Prompts -> PNGs and a sheet, with any decoder; or token shards to train on, with any exact one.
 
-python -m eval.generate prompt="a red apple" heads=runs/emoji_ssd/heads decoder=ssd:rounds=2 out=runs/pictures
+python -m eval.generate prompt="a red apple" images=4 decoder=ssd_coupled out=runs/pictures
 python -m eval.generate prompts=FILE decoder=scd save=shards shards=64 batch_size=8 out=runs/own/train
 """
 
@@ -25,7 +25,7 @@ from heads.sheet import contact_sheet
 class GenerateConfig(EvalConfig):
     images: int = key(0, "pictures; 0 = one of `prompt`, or 8 of `prompts`, or with save=shards one of each")
     prompt: str = key("", "one prompt; '' = draw the prompts of `prompts`")
-    decoder: str = key("ssd:rounds=2", "name:setting=value:..., e.g. ar, ssd:rounds=2:rows=2, ssd_coupled:drafts=chain")
+    decoder: str = key("ssd_coupled", "name:setting=value:..., e.g. ar, ssd:rounds=2:rows=2, ssd_coupled:drafts=chain")
     scale: int = key(4, "pixels are enlarged so many times")
     save: str = key("pictures", "pictures, or shards: token shards to train on, resumable, also under torchrun")
     shards: int = key(16, "save=shards: number of shard files")

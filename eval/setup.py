@@ -30,7 +30,7 @@ DEMO_HEADS = {"offsets": "runs/emoji_ssd/heads", "chain": "runs/emoji_chain/head
 @dataclass
 class EvalConfig:
     heads: str = key(
-        DEMO_HEADS["offsets"], "folders or hub ids of exported heads, one per kind, a,b; '' = none (AR needs none)"
+        "auto", "folders or hub ids of exported heads, one per kind, a,b; auto = the demo's; '' = none (AR needs none)"
     )
     backbone: str = key("emoji", "folder of the backbone; emoji is the demo's own")
     adapter: str = key("", "the backbone's adapter; '' = what its draftgrid.json says")
@@ -118,6 +118,8 @@ def load(config: EvalConfig, decoders: Sequence[Decoder]) -> Loaded:
     device = pick_device(config.device)
     if config.grid and len(config.grid) != 2:
         raise ValueError(f"grid is {config.grid}; use [rows, columns]")
+    if config.heads == "auto":
+        config.heads = demo_heads(decoders)
     folders = find_heads(config.heads, decoders)
     grid = (config.grid[0], config.grid[1]) if config.grid else None
     backbone = load_backbone(config.backbone, adapter=config.adapter or None, grid=grid, device=device)
@@ -127,6 +129,12 @@ def load(config: EvalConfig, decoders: Sequence[Decoder]) -> Loaded:
     if config.compile:
         backbone.compile_decoding()
     return Loaded(backbone, tokenizer, heads, prompts, sampling)
+
+
+def demo_heads(decoders: Sequence[Decoder]) -> str:
+    """'folder,folder' of the demo's heads for these decoders: of those a decoder may get, the first that is there."""
+    kinds = {next((k for k in d.kinds if Path(DEMO_HEADS[k]).is_dir()), d.kinds[0]) for d in decoders if d.kinds}
+    return ",".join(folder for kind, folder in DEMO_HEADS.items() if kind in kinds)
 
 
 def find_heads(text: str, decoders: Sequence[Decoder]) -> dict[str, str]:

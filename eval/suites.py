@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-SHORT = "ar,ssd:rounds=0,ssd:rounds=1,ssd:rounds=2,ssd:rounds=3,ssd:rounds=2:rows=2,ssd:rounds=5:rows=2:staged=4"
+SHORT = "ar,scd:window=32,ssd_coupled,ssd_coupled:coupling=maximal:window=32"
 CALIBRATED = "scd,ssd_coupled"
 SMOKE = (
     "ar,sjd,scd,gumbel_fixed_point,chain,ssd_coupled:drafts=chain,ssd_coupled:drafts=offsets,ssd,"

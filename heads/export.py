@@ -1,6 +1,6 @@
 """A checkpoint -> exported heads: the folder that `MTPHeads.from_pretrained` loads.
 
-    python -m heads.export checkpoint=runs/emoji_ssd out=runs/emoji_ssd/best which=best
+    python -m heads.export checkpoint=runs/emoji_chain out=runs/emoji_chain/best which=best
 
 One process, no GPU and no backbone, whatever strategy and number of ranks wrote the checkpoint.
 """
@@ -15,13 +15,12 @@ from heads.checkpoint import find_checkpoint, read_checkpoint
 from heads.cli import key, main
 from heads.mtp import MTPHeads
 
-
 EXPORTED = {"config.json", "model.safetensors", "README.md", "recipe.yaml"}
 
 
 @dataclass
 class ExportConfig:
-    checkpoint: str = key("runs/emoji_ssd", "a run folder, its checkpoints/, or one .ckpt file")
+    checkpoint: str = key("runs/emoji_chain", "a run folder, its checkpoints/, or one .ckpt file")
     which: str = key("last", "last or best (by mean acceptance in validation), where a folder is named")
     out: str = key("", "folder for the heads; '' = heads beside the checkpoints")
     overwrite: bool = key(False, "replace what lies in out")

@@ -68,7 +68,7 @@ def seconds(call: Callable[[], Any], repeats: int, device: torch.device) -> floa
 
 
 def sheet(heads: Path, config: TrainConfig, folder: RunFolder) -> None:
-    """Draw held-out prompts with AR and the heads' decoder; writes DIR/sheet.png, speed.png and bench.json."""
+    """Draw held-out prompts with AR and the decoder of these heads; writes DIR/sheet.png, speed.png and bench.json."""
     from eval.bench import bench, table
     from eval.measure import Plan
     from eval.setup import EvalConfig, load, parse_decoders
@@ -86,6 +86,7 @@ def sheet(heads: Path, config: TrainConfig, folder: RunFolder) -> None:
         top_k=config.decoding.top_k,
         seed=config.seed,
     )
-    decoders = parse_decoders("ar,ssd_coupled" if config.heads.kind == "chain" else f"ar,ssd:rounds={s.rounds}")
+    rows = f"ssd:rounds={s.rounds}" if config.heads.down else "chain"
+    decoders = parse_decoders(f"ar,{'ssd_coupled' if config.heads.kind == 'chain' else rows}")
     plan = Plan(repeats=1, seed=config.seed)
     print(table(bench(load(settings, decoders), decoders, folder.path, plan, heads=str(heads))))

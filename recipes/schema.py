@@ -10,7 +10,7 @@ from heads.config import Emu3Size, HeadsConfig, LossConfig, OptimConfig
 from heads.ranks import STRATEGIES
 
 RECIPES = Path(__file__).parent
-DEFAULT = "emoji_ssd"
+DEFAULT = "emoji_chain"
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true")
 
 

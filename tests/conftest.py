@@ -23,6 +23,7 @@ class World:
     def overrides(self, out: Path, **keys: object) -> list[str]:
         """Arguments of a train.py run in this world, seconds long."""
         settings: dict[str, object] = {
+            "recipe": "emoji_ssd",
             "out": out,
             "backbone.checkpoint": self.backbone,
             "data.dir": self.data,

@@ -19,7 +19,7 @@ from eval.generate import GenerateConfig
 from eval.generate import run as generate
 from eval.measure import Part, Plan, Run, interpolate, lengths_on, measure, speedup
 from eval.metrics.likelihood import bootstrap, surprise
-from eval.setup import Decoder, load, parse_decoder, parse_decoders
+from eval.setup import Decoder, demo_heads, load, parse_decoder, parse_decoders
 from eval.suites import every
 from heads.backbones import load_backbone
 from heads.grid import TokenGrid
@@ -123,7 +123,7 @@ def test_what_is_given_wins_over_the_suite() -> None:
     decoders, samplings, plan = settle(config)
     assert (config.images, plan.timed, plan.repeats, plan.batch_size, plan.quality_batch) == (200, 8, 3, 1, 8)
     assert [s.guidance for s in samplings] == [1, 3]
-    assert config.heads == "runs/emoji_ssd/heads,runs/emoji_chain/heads"
+    assert demo_heads(decoders) == "runs/emoji_ssd/heads,runs/emoji_chain/heads"
     assert decoders[0] == Decoder("ar") and len({d.text for d in decoders}) == len(decoders) > 35
 
     config = BenchConfig(suite="all", images=12, timed=3, guidance=2.0, heads="mine", decoders="ssd,ar")
@@ -137,8 +137,8 @@ def test_what_is_given_wins_over_the_suite() -> None:
     assert [d.text for d in settle(BenchConfig(decoders="scd:window=64", smoke=True))[0]] == ["ar", "scd:window=64"]
 
     config = BenchConfig()
-    assert [d.text for d in settle(config)[0]][:3] == ["ar", "ssd:rounds=0", "ssd:rounds=1"]
-    assert (config.images, config.timed, config.heads) == (8, 0, "runs/emoji_ssd/heads")
+    assert [d.text for d in settle(config)[0]][:3] == ["ar", "scd:window=32", "ssd_coupled"]
+    assert (config.images, config.timed, config.heads) == (8, 0, "auto")
     assert [d.text for d in settle(BenchConfig(decoders="scd"))[0]] == ["ar", "scd"]
 
 
@@ -380,3 +380,14 @@ def test_bootstrap_interval_holds_the_mean_and_shrinks_with_more_pictures() -> N
 def test_cost_between_measured_lengths_is_linear_and_flat_outside() -> None:
     cost = {1: 1.0, 4: 4.0, 8: 6.0}
     assert [interpolate(cost, n) for n in (0.5, 1, 2, 4, 6, 8, 99)] == [1, 1, 2, 4, 5, 6, 6]
+
+
+def test_auto_is_the_demos_heads_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    decoders = parse_decoders("ar,ssd_coupled")
+    assert demo_heads(decoders) == "runs/emoji_chain/heads"  # the best it may get, to be made
+    Path("runs/emoji_ssd/heads").mkdir(parents=True)
+    assert demo_heads(decoders) == "runs/emoji_ssd/heads"
+    Path("runs/emoji_chain/heads").mkdir(parents=True)
+    assert demo_heads(decoders) == "runs/emoji_chain/heads"
+    assert demo_heads(parse_decoders("ssd")) == "runs/emoji_ssd/heads" and demo_heads(parse_decoders("ar,scd")) == ""
