@@ -1,0 +1,181 @@
+"""What one GPU holds while heads are trained, by strategy: pure arithmetic over tensor shapes, no model and no device.
+
+ddp keeps everything on every rank. ZeRO-1 splits the optimizer and the fp32 master weights over the ranks, ZeRO-2 the
+gradients too, ZeRO-3 the parameters as well, the frozen backbone's included (arXiv 1910.02054). fsdp (torch's
+fully_shard) splits the heads with all that belongs to them and the backbone's layers; embedding, LM head and final norm
+stay whole. Activations are not computed here: `heads.meter` counts them.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+STRATEGIES = ("ddp", "deepspeed_1", "deepspeed_2", "deepspeed_3", "fsdp")
+Shape = tuple[int, ...]
+PERSISTENT = 100_000
+"""ZeRO-3 leaves a tensor of at most so many elements whole on every rank (stage3_param_persistence_threshold)."""
+LIVE = 1_000_000_000
+"""ZeRO-3 keeps at most so many gathered elements (stage3_max_live_parameters)."""
+BUCKETS = 2 * 200_000_000
+"""Elements of the two buckets in which Lightning's DeepSpeed reduces gradients while the backward runs."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Bytes of a number, by what it belongs to. `master` are the fp32 weights DeepSpeed updates in place of the model's
+    own; `autocast` says that weights are fp32 and products bf16."""
+
+    backbone: int
+    heads: int
+    gradient: int
+    moment: int
+    master: int
+    autocast: bool
+
+
+def layout(strategy: str, precision: str) -> Layout:
+    """Raises ValueError for an unknown strategy or precision."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}; use one of {', '.join(STRATEGIES)}")
+    if precision not in ("32-true", "bf16-mixed", "bf16-true"):
+        raise ValueError(f"precision is {precision!r}; use 32-true, bf16-mixed or bf16-true")
+    if strategy.startswith("deepspeed"):  # it casts the whole module, and both bf16 settings mean the same to it
+        size = 4 if precision == "32-true" else 2
+        return Layout(size, size, size, 4, 4, False)
+    if precision == "bf16-true":
+        return Layout(2, 2, 2, 2, 0, False)
+    mixed = precision == "bf16-mixed"
+    return Layout(2 if mixed else 4, 4, 4, 4, 0, mixed)  # a frozen model gains nothing from fp32 there
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Shapes of a frozen backbone and of what is trained.
+
+    `layers` holds one list per transformer layer, `rest` what lies outside of them; `trained` one list per part that
+    fully_shard splits (a head).
+    """
+
+    layers: Sequence[Sequence[Shape]]
+    rest: Sequence[Shape]
+    trained: Sequence[Sequence[Shape]]
+
+    @property
+    def groups(self) -> list[list[Shape]]:
+        """The optimizer's: matrices, which decay, and the rest."""
+        shapes = [s for part in self.trained for s in part]
+        return [[s for s in shapes if len(s) >= 2], [s for s in shapes if len(s) < 2]]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes a rank holds throughout a step, by what they are."""
+
+    backbone: int
+    heads: int
+    gradients: int
+    master: int
+    moments: int
+    buffers: int
+    """What gradients are reduced in."""
+    gathered: int
+    """Parameters put together for the layers at work, where they are split."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def numel(shapes: Iterable[Shape]) -> int:
+    return sum(math.prod(s) for s in shapes)
+
+
+def split_flat(shapes: Iterable[Shape], ranks: int) -> int:
+    """Elements of a rank's part of the tensors laid end to end: ZeRO-1 and 2, which pad to an even part."""
+    return 2 * math.ceil(numel(shapes) / (2 * ranks))
+
+
+def split_each(shapes: Iterable[Shape], ranks: int) -> int:
+    """Elements of a rank's parts of tensors that are split one by one: ZeRO-3."""
+    return sum(math.ceil(math.prod(s) / ranks) for s in shapes)
+
+
+def split_rows(shapes: Iterable[Shape], ranks: int) -> int:
+    """Elements rank 0 holds of tensors split along their first dimension: fully_shard. It holds the longest part."""
+    return sum(math.ceil(s[0] / ranks) * math.prod(s[1:]) if s else 1 for s in shapes)
+
+
+def held(tensors: Tensors, strategy: str, precision: str, ranks: int) -> Held:
+    """Bytes on rank 0 of `ranks`. Raises ValueError for an unknown strategy or precision."""
+    size = layout(strategy, precision)
+    layers, trained = ([s for part in parts for s in part] for parts in (tensors.layers, tensors.trained))
+    backbone = [*layers, *tensors.rest]
+    kept_backbone, kept = numel(backbone), numel(trained)
+    gradients = states = kept
+    buffers = gathered = 0
+    if strategy == "ddp":
+        buffers = kept * size.gradient  # DDP's buckets are a second copy
+    elif strategy in ("deepspeed_1", "deepspeed_2"):
+        states = sum(split_flat(group, ranks) for group in tensors.groups)
+        gradients = states if strategy == "deepspeed_2" else kept
+        kept = states * ranks  # laid end to end, with the padding
+        buffers = BUCKETS * size.gradient
+    elif strategy == "deepspeed_3":
+        gathered = min(LIVE, kept_backbone + kept) * size.heads
+        small = [numel(s for s in shapes if math.prod(s) <= PERSISTENT) for shapes in (backbone, trained)]
+        kept_backbone, kept = split_each(backbone, ranks) + small[0], split_each(trained, ranks) + small[1]
+        gradients = states = split_each(trained, ranks)
+        buffers = BUCKETS * size.gradient
+    else:
+        gathered = max(numel(part) * size.backbone for part in [*tensors.layers, []])
+        buffers = max(numel(part) * size.gradient for part in [*tensors.trained, []])
+        gathered = max(gathered, buffers)
+        kept_backbone = split_rows(layers, ranks) + numel(tensors.rest)
+        gradients = states = kept = split_rows(trained, ranks)
+    if ranks == 1:
+        gathered = 0
+        buffers = buffers if strategy.startswith("deepspeed") else 0
+    return Held(
+        backbone=kept_backbone * size.backbone,
+        heads=kept * size.heads,
+        gradients=gradients * size.gradient,
+        master=states * size.master,
+        moments=2 * states * size.moment,
+        buffers=buffers,
+        gathered=gathered,
+    )
+
+
+def measured(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None = None, master: Iterable[Tensor] = ()
+) -> dict[str, int]:
+    """Bytes this process really holds of a module and its optimizer, each storage once: what `held` foretells.
+
+    Of whole and of split tensors alike what lies here is counted. For DeepSpeed pass torch's optimizer, which lies
+    inside its own, and its fp32 shards as `master`; gradients it keeps elsewhere than in `.grad`.
+    """
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    states = optimizer.state.values() if optimizer is not None else ()
+    return {
+        "backbone": _bytes(frozen),
+        "heads": _bytes(trained),
+        "gradients": _bytes(p.grad for p in trained if p.grad is not None),
+        "master": _bytes(master),
+        "moments": _bytes(t for state in states for t in state.values() if isinstance(t, Tensor) and t.ndim),
+    }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part on this rank: of a DTensor (fully_shard), of a ZeRO-3 parameter, or the tensor itself."""
+    if hasattr(tensor, "to_local"):
+        return tensor.to_local()
+    return getattr(tensor, "ds_tensor", tensor)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = [_local(t).untyped_storage() for t in tensors]
+    return sum({s._cdata: s.nbytes() for s in storages}.values())

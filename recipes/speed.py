@@ -1,0 +1,171 @@
+"""What drafting costs against a forward of the backbone, and how much faster that should make decoding.
+
+Weights read and FLOPs are counted by running backbone and heads on tensors without data (heads.meter); a call is taken
+to last as long as the longer of reading and computing on the stated machine. All speed-ups are estimates.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from heads.backbones.base import Backbone
+from heads.grid import TokenGrid
+from heads.meter import Meter, fakes, make_fake
+from heads.mtp import MTPHeads
+from recipes.schema import AssumeConfig
+
+
+@dataclass(frozen=True)
+class Work:
+    """Weights read (each once, bf16) and FLOPs of one call."""
+
+    bytes: float
+    flops: float
+
+    def seconds(self, a: AssumeConfig) -> float:
+        """The longer of reading and computing: a roofline."""
+        return max(self.bytes / a.bandwidth, self.flops / (a.flops * a.utilisation))
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.bytes + other.bytes, self.flops + other.flops)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Costs of decoding one picture in bf16 with `branches` guidance branches."""
+
+    grid: TokenGrid
+    branches: int
+    trunk: Work
+    """Over one token, without attention to the cache."""
+    lm_head: Work
+    """Final norm and image rows of the LM head, at one position."""
+    heads: dict[str, Work]
+    """Each head at one position, without the LM head."""
+    common: float
+    """Bytes of the weights that all heads read."""
+    attention: float
+    """FLOPs of one token's attention to one other, all layers."""
+    cache: float
+    """Bytes of keys and values of one token, all layers."""
+    serial: float
+    """Bytes and half the FLOPs of what a chain head does for each position anew."""
+
+    def forward(self, length: int) -> Work:
+        """A forward over `length` tokens with half of the picture in the cache: the mean over a picture."""
+        past = self.grid.slots / 2
+        flops = length * (self.trunk.flops + self.lm_head.flops + self.attention * past)
+        read = self.trunk.bytes + self.lm_head.bytes + self.branches * self.cache * past
+        return Work(read, self.branches * flops)
+
+    def draft(self, names: list[str], positions: int) -> Work:
+        """These heads at so many positions in all, and the LM head at each."""
+        per = sum(self.heads[n].flops for n in names) / len(names)
+        read = sum(self.heads[n].bytes for n in names) - (len(names) - 1) * self.common
+        read += self.lm_head.bytes + positions * self.serial
+        return Work(read, self.branches * positions * (per + self.lm_head.flops + self.serial))
+
+
+def count_decoding(backbone: Backbone, heads: MTPHeads, branches: int) -> Decoding:
+    """Run trunk, LM head and heads once on fake bf16 weights and count. Backbone and heads are left with these."""
+    mode = fakes()
+    make_fake(backbone, torch.bfloat16, mode)
+    make_fake(heads, torch.bfloat16, mode)
+    D, V, grid = backbone.hidden_size, backbone.image_vocab_size, backbone.grid
+    with mode:
+        one = torch.empty(1, 1, D, dtype=torch.bfloat16)
+        picture = torch.empty(1, grid.positions, D, dtype=torch.bfloat16)
+
+    def work(call: Any, module: nn.Module, times: int = 1) -> Work:
+        with Meter() as meter, torch.no_grad():
+            call()
+        return Work(2 * meter.read(module.parameters()), meter.flops / times)
+
+    pairs = heads.train_pairs(grid)
+
+    def draft(*names: str) -> Work:
+        return work(
+            lambda: [heads.predict(picture, picture, n) for n in names], heads, sum(len(pairs[n][1]) for n in names)
+        )
+
+    each = {name: draft(name) for name in pairs}
+    two = list(pairs)[:2]
+    text = backbone.model.config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return Decoding(
+        grid,
+        branches,
+        trunk=work(lambda: backbone.trunk(one, torch.zeros(1, 1, dtype=torch.long), None, None), backbone),
+        lm_head=work(lambda: backbone.logits(one), backbone),
+        heads=each,
+        common=sum(each[n].bytes for n in two) - draft(*two).bytes,
+        attention=4 * text.num_attention_heads * head_dim * text.num_hidden_layers,
+        cache=2 * 2 * text.num_key_value_heads * head_dim * text.num_hidden_layers,
+        serial=2 * getattr(heads, "rank", 0) * (V + D),
+    )
+
+
+def ssd_steps(grid: TokenGrid, right: int, rows: int, rounds: int) -> int:
+    """Forwards of SSD, prefill counted: row 0 in blocks of right + 1, then blocks of `rows` rows.
+
+    A block takes 1 + rounds, one of a single cell, which nothing is drafted in, takes 1.
+    """
+    first, W = right + 1, grid.width
+    blocks = [first] * (W // first) + [W % first] * (W % first > 0)
+    blocks += [rows * W] * math.ceil((grid.height - 1) / rows)
+    return sum(1 + rounds * (cells > 1) for cells in blocks)
+
+
+def tokens_per_forward(acceptance: float, drafts: int) -> float:
+    """Expected tokens a forward commits if each of `drafts` in a row is accepted with that chance, the first rejected
+    one is redrawn, and one more comes after all: 1 + a + ... + a^k (arXiv 2211.17192)."""
+    return sum(acceptance**i for i in range(drafts + 1))
+
+
+@dataclass(frozen=True)
+class Speed:
+    decoder: str
+    steps: float
+    speedup: float
+    drafting: float
+    """Seconds of drafting over seconds of the forwards."""
+
+
+def speeds(cost: Decoding, names: list[str], a: AssumeConfig) -> list[Speed]:
+    """Expected steps and speed-up over AR at batch 1 on the stated machine."""
+    grid, found = cost.grid, []
+    T, W = grid.positions, grid.width
+    ar = T * cost.forward(1).seconds(a)
+    right, down = ([n for n in names if n.startswith(kind) and n[len(kind) :].isdigit()] for kind in ("right", "down"))
+
+    def add(name: str, steps: float, length: int, drafts: float, draft: Work) -> None:
+        forward, drafting = steps * cost.forward(length).seconds(a), drafts * draft.seconds(a)
+        found.append(Speed(name, steps, ar / (forward + drafting), drafting / forward))
+
+    for rows in range(1, min(len(down), 2) + 1):
+        for rounds in (1, 2):
+            forwards = ssd_steps(grid, len(right), rows, rounds)
+            draft = cost.draft(down[:rows], rows * W)
+            add(
+                f"ssd, {rows} row{'s' * (rows > 1)}, {rounds} round{'s' * (rounds > 1)}",
+                forwards,
+                rows * W,
+                forwards / (1 + rounds),
+                draft,
+            )
+    for chance in a.acceptance:
+        if right:
+            steps = T / tokens_per_forward(chance, len(right))
+            add(f"chain, acceptance {chance:g}", steps, len(right) + 1, steps, cost.draft(right, len(right)))
+        steps = T / tokens_per_forward(chance, a.window - 1)
+        add(
+            f"ssd_coupled, window {a.window}, acceptance {chance:g}",
+            steps,
+            a.window,
+            steps,
+            cost.draft(names, a.window),
+        )
+    return found
