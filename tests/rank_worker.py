@@ -26,6 +26,7 @@ from recipes.schema import DEFAULT, RECIPES, TrainConfig
 
 STRATEGIES = ranks.STRATEGIES[1:]
 STEPS, HALF, PICTURES = 20, 10, 4
+HALVES = [f"{strategy}/{precision}" for strategy in STRATEGIES for precision in ("bf16-mixed", "bf16-true")]
 Job = tuple[L.Trainer, "Recorder", RunFolder]
 
 
@@ -93,6 +94,11 @@ def main(out: Path, arguments: list[str]) -> None:
             start = out / STRATEGIES[0] / "checkpoints" / step_file(HALF)
             again = SaveAtOnce(out / f"{strategy}_again.ckpt")
             found[f"{strategy}_resumed"] = run([*keys, f"out={out / strategy}_resumed"], start, [again]).losses
+        short = [*arguments, "trainer.steps=4", "trainer.accumulate=2", "trainer.validate_every=4"]
+        for name in HALVES:
+            strategy, precision = name.split("/")
+            keys = [*short, f"trainer.strategy={strategy}", f"trainer.precision={precision}"]
+            found[name] = run([*keys, f"out={out / strategy / precision}"]).losses
         try:
             run([*arguments, "trainer.save_every=100", f"out={out / 'told'}"], extra=[TellOneRank(7)])
         except Stopped as stop:

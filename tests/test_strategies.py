@@ -17,7 +17,7 @@ from heads.checkpoint import read_checkpoint, saved_steps, step_file
 from heads.export import export
 from tests import rank_worker
 from tests.conftest import World
-from tests.rank_worker import HALF, STEPS, STRATEGIES
+from tests.rank_worker import HALF, HALVES, STEPS, STRATEGIES
 
 ROOT = Path(__file__).parent.parent
 KEYS = {
@@ -111,6 +111,18 @@ def test_a_checkpoint_weighs_little_more_than_heads_and_optimizer(strategy: str,
     (file,) = saved_steps(out / strategy / "checkpoints")[-1:]
     held = sum(t.numel() * t.element_size() for t in read_checkpoint(file)["state_dict"].values())
     assert held > 0 and file.stat().st_size <= 1.2 * 3 * held
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_half_precision_and_accumulation_train_alike(name: str, two: Any) -> None:
+    """Eight batches, two a step, against fp32; a step's losses differ by the rounding of bf16 alone."""
+    out, found = two
+    assert len(found[name]) == 8 and all(math.isfinite(loss) for loss in found[name])
+    assert 2 * found[name][0] == pytest.approx(found["ddp"][0], rel=0.05)  # each counts half
+    assert found[name] == pytest.approx(found["ddp/bf16-mixed"], rel=0.05)
+    (file,) = saved_steps(out / name / "checkpoints")
+    (adam,) = read_checkpoint(file)["optimizer_states"]
+    assert adam["step"] == 4 and all(t.dtype == torch.float32 for t in adam["moments"]["exp_avg"].values())
 
 
 def test_a_signal_to_one_rank_stops_and_saves_all_behind_the_same_step(two: Any) -> None:
