@@ -32,7 +32,8 @@ def run(config: TrainConfig) -> None:
     folder = RunFolder(config.out or Path("runs") / config.recipe)
     with ranks.group(gpu=accelerator == "gpu"):
         if ranks.on_rank_zero(lambda: claim(folder, config)):
-            print(f"finished before: {folder.path} (overwrite=true starts anew)")
+            if ranks.rank_zero():
+                print(f"finished before: {folder.path} (overwrite=true starts anew)")
             return
         try:
             job = build(config, folder)

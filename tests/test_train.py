@@ -459,3 +459,15 @@ class TestBadInput:
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 2
         assert output.strip().splitlines() == ["error: unknown recipe 'emojissd'. Did you mean 'emoji_ssd'?"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")  # torch's own compiler
+def test_compiled_heads_train_to_the_same_weights(world: World, tmp_path: Path) -> None:
+    keys = {"heads.right": 1, "heads.down": 0, "data.validation_samples": 4}
+    for name, compiled in (("eager", False), ("compiled", True)):
+        fit(world.overrides(tmp_path / name, **keys, **{"trainer.compile": compiled}))
+    a, b = (load_file(tmp_path / name / "heads" / "model.safetensors") for name in ("eager", "compiled"))
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
