@@ -23,6 +23,7 @@ from heads.memory import STRATEGIES, Held, Layout, Shape, Tensors, held, layout
 from heads.meter import Meter, fake_gradients, fakes, make_fake
 from heads.module import BackboneModule, HeadsModule
 from heads.mtp import MTPHeads, TrainedOn, kind_of
+from heads.ranks import rank_zero
 from recipes.schema import TrainConfig
 from recipes.speed import count_decoding
 
@@ -257,7 +258,7 @@ def memory(tensors: Tensors, counted: Counted, strategy: str, precision: str, gp
 
 def gpus(config: TrainConfig) -> int:
     t = config.trainer
-    asked = t.devices * getattr(t, "num_nodes", 1)
+    asked = t.devices * t.num_nodes
     return config.assume.gpus or (asked if asked > 1 else 8)
 
 
@@ -282,4 +283,5 @@ def plan(config: TrainConfig) -> str:
 
 
 def show(config: TrainConfig) -> None:
-    print(plan(config))
+    if rank_zero():
+        print(plan(config))

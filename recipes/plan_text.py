@@ -84,7 +84,9 @@ def parameters(config: TrainConfig, subject: Subject) -> str:
     backbone, grid = subject.backbone, subject.backbone.grid
     total = count(backbone)
     layers = sum(count(layer) for layer in backbone.blocks)
-    size = f"hidden size {backbone.hidden_size}, {grid.height} x {grid.width} cells, {backbone.image_vocab_size} codes"
+    size = (
+        f"hidden size {backbone.hidden_size}, {grid.height} x {grid.width} cells, {backbone.image_vocab_size:,} codes"
+    )
     rows = [
         ["backbone", si(total), f"{backbone.name}: {size}"],
         [f"  {len(backbone.blocks)} layers", si(layers)],
@@ -154,8 +156,8 @@ def step(config: TrainConfig, subject: Subject, gpus: int, counted: Counted) -> 
             share[2] + (", recomputation included" if config.loss.recompute else ""),
         ],
         [
-            "seconds a step",
-            f"{seconds:.3g}",
+            "time",
+            duration(seconds),
             f"at {si(a.flops, 'FLOP/s')} a GPU, {100 * a.utilisation:g} % of it reached",
         ],
         ["pictures a second", f"{pictures / seconds:,.3g}"],
