@@ -2,7 +2,8 @@
 
 A trunk reads states and embeddings of three cells of the row above (right above and the two to its right, whose states
 have read what lies left of them), with rows=2 also of two in the row above that, each squeezed to `cell` numbers, for a
-whole window in one call. The left token
+whole window in one call. With `recent` it reads the newest drawn cell too, whose state has read all that lies before,
+where that is at most so many cells to the left. The left token
 (with lefts=2 the second to the left too) enters last and cheaply, through a gated layer of `rank` units whose input is
 a part per position plus one per token:
 
@@ -38,7 +39,7 @@ class ChainHeads(MTPHeads):
 
     kind = "chain"
     fields = ("width", "rank", "cell")
-    options = ("rows", "lefts", "project_rank")
+    options = ("rows", "lefts", "recent", "project_rank")
 
     def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
         super().__init__()
@@ -50,7 +51,10 @@ class ChainHeads(MTPHeads):
         cell = config.cell or max(1, D // 2)
         self.cell = nn.Linear(2 * D, cell, bias=False)
         self.above = ABOVE if config.rows == 1 else ABOVE + FURTHER
-        self.trunk = OffsetHead(cell * len(self.above), D, config.width or D, config.project_rank)
+        self.recent = nn.Linear(2 * D, cell, bias=False) if config.recent else None
+        self.distance = nn.Embedding(config.recent, cell) if config.recent else None
+        inputs = cell * (len(self.above) + (self.recent is not None))
+        self.trunk = OffsetHead(inputs, D, config.width or D, config.project_rank)
         self.late_norm = RMSNorm(D)
         self.late_trunk = nn.Linear(D, 2 * self.rank, bias=False)
         self.late_left = nn.Linear(D, 2 * self.rank, bias=False)
@@ -67,14 +71,22 @@ class ChainHeads(MTPHeads):
         source = torch.where(target % grid.width > 0, target - 1, target - grid.width)
         return {NAME: (source, target)}
 
-    def predict(self, h: Tensor, e: Tensor, name: str, left: Tensor | None = None) -> Tensor:
+    def predict(
+        self, h: Tensor, e: Tensor, name: str, left: Tensor | None = None, distance: Tensor | None = None
+    ) -> Tensor:
         """States and embeddings (B, T, D) of a picture -> predicted states (B, T - 1, D) of all cells but the first.
 
-        `left` (B, T, D) are embeddings to read as left tokens instead of those of the picture.
+        `left` (B, T, D) are embeddings to read as left tokens instead of those of the picture, `distance` (B, T - 1)
+        says how far to the left the newest drawn cell is; 0, or none given: it is not read.
         """
         position = torch.arange(1, self.grid.positions, device=h.device)
         index, inside = self.grid.around(position, self.above)
-        t, c = self.look(h[:, index], e[:, index], inside)
+        near = None
+        if distance is not None:
+            distance = distance * (distance <= position % self.grid.width)
+            source = (position - distance)[..., None].expand(-1, -1, h.shape[-1])
+            near = h.gather(1, source), e.gather(1, source), distance
+        t, c = self.look(h[:, index], e[:, index], inside, near)
         entering = self.late_left(self._beside(e if left is None else left, 1))
         if self.late_second is not None:
             entering = entering + self.late_second(self._beside(e if left is None else left, 2))
@@ -86,10 +98,28 @@ class ChainHeads(MTPHeads):
         inside = (position % self.grid.width >= back).to(e.dtype)[:, None]
         return nn.functional.pad(e, (0, 0, back - 1, 0))[:, : self.grid.positions - 1] * inside
 
-    def look(self, h: Tensor, e: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """h, e (..., N, D) of the cells above, inside (..., N) bool -> t (..., D) and C RMSNorm(t) (..., 2 r)."""
-        z = self.cell(torch.cat([h, e.expand_as(h)], dim=-1)) * inside[..., None].to(h.dtype)
-        t = self.trunk(z.flatten(-2))
+    def distances(self, rows: int, generator: torch.Generator) -> Tensor:
+        """(rows, T - 1) to train with: a third 0, the others 1 .. `recent`."""
+        shape, device = (rows, self.grid.positions - 1), generator.device
+        found = torch.randint(1, self.config.recent + 1, shape, generator=generator, device=device)
+        return found * (torch.rand(shape, generator=generator, device=device) > 1 / 3)
+
+    def look(
+        self, h: Tensor, e: Tensor, inside: Tensor, near: tuple[Tensor, Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """h, e (..., N, D) of the cells above, inside (..., N) bool -> t (..., D) and C RMSNorm(t) (..., 2 r).
+
+        `near` is state and embedding (..., D) of the newest drawn cell, and how far to the left it is; 0 = not read.
+        """
+        z = (self.cell(torch.cat([h, e.expand_as(h)], dim=-1)) * inside[..., None].to(h.dtype)).flatten(-2)
+        if self.recent is not None and self.distance is not None:
+            extra = z.new_zeros(*z.shape[:-1], self.recent.out_features)
+            if near is not None:
+                h, e, d = near
+                read = self.recent(torch.cat([h, e.expand_as(h)], dim=-1)) + self.distance((d - 1).clamp_min(0))
+                extra = extra + read * (d > 0)[..., None].to(z.dtype)
+            z = torch.cat([z, extra], dim=-1)
+        t = self.trunk(z)
         return t, self.late_trunk(self.late_norm(t))
 
     def gate(self, u: Tensor) -> Tensor:

@@ -34,6 +34,9 @@ class HeadsConfig:
     cell: int = key(0, "kind=chain: numbers each cell above is squeezed to; 0 = half of the hidden size")
     rows: int = key(1, "kind=chain: rows of context above, 1 or 2")
     lefts: int = key(1, "kind=chain: tokens to the left, 1 or 2")
+    recent: int = key(
+        0, "kind=chain: cells to the right of the newest drawn one whose prediction reads its state too; 0 = none"
+    )
 
     def check(self) -> None:
         """Raises ValueError naming the field."""
@@ -45,6 +48,7 @@ class HeadsConfig:
             ("rank", "a quarter of the hidden size"),
             ("width", "the backbone's hidden size"),
             ("project_rank", "full rank"),
+            ("recent", "none"),
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"heads.{name} is {getattr(self, name)}; use 0 for {default}, or a positive number")

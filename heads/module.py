@@ -195,11 +195,15 @@ class HeadsModule(_Module):
         G = len(h)
         h, e, tokens = h.flatten(2, 3), e.flatten(1, 2), tokens.flatten(1)
         states, embeds = h.flatten(0, 1), e.repeat(G, 1, 1)
-        more: tuple[Tensor, ...] = ()
-        if self.terms.own_drafts:
-            with torch.no_grad():
-                left = self.objective.own_drafts(h, embeds, tokens, self.generator(step, h.device))
-                more = (self.backbone.embed(left).repeat(G, 1, 1),)
+        more: list[Tensor | None] = []
+        if isinstance(self.heads, ChainHeads) and (self.terms.own_drafts or self.heads.config.recent):
+            more, generator = [None, None], self.generator(step, h.device)
+            if self.terms.own_drafts:
+                with torch.no_grad():
+                    drafted = self.objective.own_drafts(h, embeds, tokens, generator)
+                    more[0] = self.backbone.embed(drafted).repeat(G, 1, 1)
+            if self.heads.config.recent:
+                more[1] = self.heads.distances(len(tokens), generator).repeat(G, 1)
         predicted = {}
         for name in self.pairs:
             if self.terms.recompute:

@@ -15,15 +15,16 @@ from heads.module import HeadsModule, OptimConfig
 from heads.mtp import HeadsConfig, MTPHeads, new_heads
 from tests.tiny import random_chain_heads, tiny_emu3
 
-WIDE = {"rows": 2, "lefts": 2}
+WIDE = {"rows": 2, "lefts": 2, "recent": 2}
 
 
-@pytest.fixture(
-    scope="module", params=[{}, WIDE, {"target": "h_post", **WIDE}], ids=["plain", "wide", "behind the norm"]
-)
+KINDS = {"plain": {}, "wide": WIDE, "behind the norm": {"target": "h_post", **WIDE}}
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def world(request):
     backbone = tiny_emu3((3, 4), double=True)
-    heads = random_chain_heads(backbone, **request.param)
+    heads = random_chain_heads(backbone, **KINDS[request.param])
     tokens = torch.randint(24, (2, 3, 4), generator=torch.Generator().manual_seed(0))
     h, e = (s.flatten(1, 2) for s in backbone.states(tokens, ["blue", None]))
     assert isinstance(heads, ChainHeads)
@@ -49,13 +50,24 @@ def test_the_tables_give_the_backbones_logits_of_the_predicted_state(world) -> N
     )
 
 
-def by_hand(heads: ChainHeads, h: Tensor, e: Tensor, y: int, x: int, known: int = 12, H: int = 3, W: int = 4) -> Tensor:
-    """One cell's prediction from the formula, neighbours looked up one by one, zeros where there is none known."""
+def by_hand(
+    heads: ChainHeads, h: Tensor, e: Tensor, y: int, x: int, known: int = 12, back: int = 0, H: int = 3, W: int = 4
+) -> Tensor:
+    """One cell's prediction from the formula, neighbours looked up one by one, zeros where there is none known.
+
+    `back`: how far to the left the newest drawn cell is; 0 = too far.
+    """
     cells = []
     for dy, dx in [(-1, 0), (-1, 1), (-1, 2)] + ([(-2, 0), (-2, 1)] if heads.config.rows == 2 else []):
         at = (y + dy) * W + x + dx
         inside = 0 <= y + dy < H and 0 <= x + dx < W and at < known
         cells.append(heads.cell(torch.cat([h[at], e[at]]) if inside else torch.zeros(2 * h.shape[1], dtype=h.dtype)))
+    if heads.config.recent:
+        newest = y * W + x - back
+        near = torch.zeros_like(cells[0])
+        if 0 < back <= min(x, heads.config.recent):
+            near = heads.recent(torch.cat([h[newest], e[newest]])) + heads.distance.weight[back - 1]
+        cells.append(near)
     t = heads.trunk(torch.cat(cells))
     entering = heads.late_left(e[y * W + x - 1]) if x else 0
     if heads.config.lefts == 2 and x > 1:
@@ -71,6 +83,18 @@ def test_a_whole_picture_is_predicted_cell_by_cell_as_the_formula_says(world) ->
     for b in range(2):
         for i in range(1, 12):
             torch.testing.assert_close(predicted[b, i - 1], by_hand(heads, h[b], e[b], i // 4, i % 4))
+
+
+@pytest.mark.parametrize("world", ["wide", "behind the norm"], indirect=True)
+def test_the_newest_drawn_cell_is_read_at_the_distance_given_and_never_across_a_row_end(world) -> None:
+    _, heads, _, h, e = world
+    for back in (0, 1, 2):
+        predicted = heads.predict(h, e, "chain", None, torch.full((2, 11), back))
+        for i in range(1, 12):
+            torch.testing.assert_close(predicted[1, i - 1], by_hand(heads, h[1], e[1], i // 4, i % 4, back=back))
+    drawn = heads.distances(500, torch.Generator().manual_seed(0))
+    shares = [(drawn == d).float().mean().item() for d in range(3)]
+    assert shares == pytest.approx([1 / 3] * 3, abs=0.03) and drawn.shape == (500, 11)
 
 
 def test_a_prediction_looks_at_cells_above_and_left_tokens_and_nothing_else(world) -> None:
@@ -129,10 +153,11 @@ def test_drafts_at_temperature_zero_are_the_argmax_of_the_predictions(world) -> 
     policy.draft = watched  # type: ignore[method-assign]
     run(backbone, ["blue"], policy, Sampling(temperature=0), heads)
     (tokens,) = seen
-    # Only row 0 can be checked without the states of drafts: nothing is above it.
-    h, e = torch.zeros(12, 32, dtype=torch.float64), backbone.embed(tokens)[0]
+    # Only row 0 can be checked without the states of drafts: nothing is above it, and cell 0 is the one that is drawn.
+    h, e = backbone.states(tokens.view(1, 3, 4), ["blue"])[0].flatten(1, 2)[0], backbone.embed(tokens)[0]
+    h = heads.states(backbone, h)
     for x in range(1, 4):
-        assert int(logits(backbone, heads, by_hand(heads, h, e, 0, x)).argmax()) == int(tokens[0, x])
+        assert int(logits(backbone, heads, by_hand(heads, h, e, 0, x, back=x)).argmax()) == int(tokens[0, x])
 
 
 def test_drafting_position_by_position_says_what_the_whole_picture_is_predicted_to_be(world) -> None:
@@ -158,7 +183,7 @@ def test_drafting_position_by_position_says_what_the_whole_picture_is_predicted_
             q = drafter.q(slice(s, s + 1), left)
             for b, f in enumerate(first):  # the tables leave out the norm's epsilon, which row 0's small states show
                 y, x = divmod(f + s, 4)
-                predicted = torch.stack([by_hand(heads, branch[b], e[0], y, x, known=f) for branch in branches])
+                predicted = torch.stack([by_hand(heads, branch[b], e[0], y, x, f, s + 1) for branch in branches])
                 expected = sampling.probabilities(logits(backbone, heads, predicted))
                 torch.testing.assert_close(q[b, 0], expected, rtol=2e-3, atol=1e-5)
 

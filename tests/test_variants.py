@@ -25,8 +25,8 @@ FORMS = {
     "low rank": OFFSETS | {"project_rank": 7},
     "1D": {"right": 3, "down": 0, "target": "token"},
     "chain": {"kind": "chain"},
-    "chain, wide": {"kind": "chain", "rows": 2, "lefts": 2, "project_rank": 7},
-    "chain behind the norm": {"kind": "chain", "target": "h_post", "lefts": 2},
+    "chain, wide": {"kind": "chain", "rows": 2, "lefts": 2, "recent": 2, "project_rank": 7},
+    "chain behind the norm": {"kind": "chain", "target": "h_post", "lefts": 2, "recent": 1},
     "chain on tokens": {"kind": "chain", "target": "token"},
 }
 
@@ -42,7 +42,7 @@ def test_exported_offsets_are_the_heads_that_got_a_gradient_and_every_weight_did
     heads = new_heads(HeadsConfig(**FORMS[form]), backbone)
     module = HeadsModule(backbone, heads, OptimConfig(), loss=LossConfig(tv=0.5))
     h, e = module.states(batch())
-    module.loss(h, e, batch().tokens).backward()
+    module.loss(h, e, batch().tokens, (0,)).backward()
     moved = {name for name, p in heads.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
     assert moved == set(heads.state_dict())
     offsets = heads.describe()["offsets"]
@@ -74,7 +74,7 @@ def test_folders_written_before_there_were_options_load(tmp_path: Path) -> None:
         heads = new_heads(HeadsConfig(kind=kind, **fields), backbone)
         heads.save_pretrained(tmp_path / kind)
         config = json.loads((tmp_path / kind / "config.json").read_text())
-        assert not {"shared", "project_rank", "rows", "lefts"} & set(config)
+        assert not {"shared", "project_rank", "rows", "lefts", "recent"} & set(config)
         assert MTPHeads.from_pretrained(tmp_path / kind, backbone).config == heads.config
 
 
@@ -112,9 +112,9 @@ def test_an_oracle_of_either_state_is_accepted_everywhere(target: str) -> None:
 
 
 @pytest.mark.parametrize("grid,window", [((2, 3), 4), ((3, 2), 3), ((3, 2), 9), ((1, 5), 4)])
-def test_chains_that_read_two_rows_and_two_left_tokens_are_lossless(grid: tuple[int, int], window: int) -> None:
+def test_chains_that_read_all_they_can_are_lossless(grid: tuple[int, int], window: int) -> None:
     backbone = TableBackbone(grid, 2, normed=True)
-    heads = random_chain_heads(backbone, rows=2, lefts=2)
+    heads = random_chain_heads(backbone, rows=2, lefts=2, recent=2)
     make = lambda: make_policy("ssd_coupled", window=window, coupling="maximal", uniform=0.01)  # noqa: E731
     assert total_variation(enumerate_law(backbone, make, Sampling(), heads), backbone.law(Sampling())) < 1e-10
 
@@ -122,7 +122,7 @@ def test_chains_that_read_two_rows_and_two_left_tokens_are_lossless(grid: tuple[
 @pytest.mark.parametrize("kind", ["offsets", "chain"])
 def test_heads_that_predict_behind_the_norm_are_lossless(kind: str) -> None:
     backbone = TableBackbone((2, 2), 3, normed=True)
-    heads = random_chain_heads(backbone, target="h_post", lefts=2)
+    heads = random_chain_heads(backbone, target="h_post", lefts=2, recent=1)
     if kind == "offsets":
         heads = new_heads(HeadsConfig(right=1, down=1, target="h_post", shared=True), backbone).double()
     make = lambda: make_policy("ssd_coupled", window=3, coupling="maximal")  # noqa: E731

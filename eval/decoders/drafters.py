@@ -53,7 +53,9 @@ class ChainDrafter(Drafter):
         self.no_left = canvas.backbone.image_vocab_size
         self.kept = Sliding(self._trunk)
 
-    def _trunk(self, first: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+    def _trunk(
+        self, first: Sequence[int], count: int, near: tuple[Tensor, Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(B, K, G, V + D) and (B, K, G, 2 r): what the tables add the left token's part to."""
         canvas = self.canvas
         assert canvas.hidden is not None
@@ -69,13 +71,27 @@ class ChainDrafter(Drafter):
             inside = inside & (index < torch.tensor(self.first, device=start.device)[:, None, None])
             rows = torch.arange(len(first), device=start.device)[:, None, None]
             h, e = canvas.hidden[:, rows, index], canvas.backbone.embed(canvas.tokens[rows, index])
-        t, c = self.heads.look(h, e, inside)
+        t, c = self.heads.look(h, e, inside, near)
         return self.tables.base(t).movedim(0, 2), c.movedim(0, 2)
+
+    def _near(self, first: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+        """The same for the first positions behind what is committed, which read the newest committed cell too."""
+        canvas, W = self.canvas, self.canvas.grid.width
+        assert canvas.hidden is not None
+        newest = torch.tensor(first, device=canvas.tokens.device) - 1
+        distance = torch.arange(1, count + 1, device=newest.device).expand(len(first), -1)
+        distance = distance * (newest[:, None] % W + distance < W)  # never across a row's end
+        rows = torch.arange(len(first), device=newest.device)
+        h, e = canvas.hidden[:, rows, newest], canvas.backbone.embed(canvas.tokens[rows, newest])
+        return self._trunk(first, count, (h[:, :, None], e[:, None], distance))
 
     def open(self, canvas: Canvas, first: Sequence[int], count: int) -> None:
         self.first = list(first)
         if all(f == n for f, n in zip(first, canvas.committed, strict=True)):
             self.base, self.c = self.kept.take(first, count, self.settled)
+            if recent := min(self.heads.config.recent, count):
+                both = zip(self._near(first, recent), (self.base, self.c), strict=True)
+                self.base, self.c = (torch.cat([near, rest[:, recent:]], dim=1) for near, rest in both)
         else:
             self.base, self.c = self._trunk(first, count)
         columns = torch.arange(count, device=canvas.tokens.device)
