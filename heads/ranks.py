@@ -54,20 +54,34 @@ def launch(devices: int, nodes: int) -> None:
 @contextmanager
 def group(gpu: bool) -> Iterator[None]:
     """The process group of this launch, if there is more than one process; taken down at the end."""
-    if world() == 1:
-        yield
-        return
     import torch
     import torch.distributed as dist
 
-    if gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=SILENCE)
+    if world() > 1:
+        if gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(_backend(gpu), timeout=SILENCE)
     try:
         yield
-        dist.barrier()
+        if world() > 1:
+            dist.barrier()
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def alone(gpu: bool) -> None:
+    """A group of the one process there is, if there is none: strategies for many need it all the same."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        for name in ("RANK", "LOCAL_RANK"):  # DeepSpeed asks for them
+            os.environ.setdefault(name, "0")
+        dist.init_process_group(_backend(gpu), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _backend(gpu: bool) -> str:
+    return "cpu:gloo,cuda:nccl" if gpu else "gloo"
 
 
 def on_rank_zero(call: Callable[[], T]) -> T:

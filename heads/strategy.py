@@ -56,27 +56,13 @@ def choose_strategy(name: str, accelerator: str) -> "Strategy":
     gpu = accelerator == "gpu"
     if name == "single":
         return OneDevice(torch.device("cuda", 0) if gpu else torch.device("cpu"))
-    if ranks.world() == 1:
-        alone()
+    ranks.alone(gpu)
     if name == "ddp":
         # Buffers are constants here; broadcasting them would tie ranks whose counts differ.
         return DDP(broadcast_buffers=False, timeout=ranks.SILENCE)
     if name == "fsdp":
         return FSDP(timeout=ranks.SILENCE)
     return Zero(int(name.removeprefix("deepspeed_")), gpu)
-
-
-def alone() -> None:
-    """A group of one process, which sharding strategies need too."""
-    import os
-
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        gpu = torch.cuda.is_available()
-        for name in ("RANK", "LOCAL_RANK"):
-            os.environ.setdefault(name, "0")
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 class Whole(Strategy):
@@ -238,7 +224,10 @@ class Zero(Whole, DeepSpeedStrategy):  # type: ignore[misc]
 
     def __init__(self, stage: int, gpu: bool) -> None:
         import logging
+        import os
 
+        if not gpu:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it had to guess
         super().__init__(
             stage=stage,
             overlap_comm=gpu,
