@@ -1,6 +1,11 @@
 """A whole small world on disk, made once: a tiny Emu3 checkpoint with its image tokenizer, and token shards for it."""
 
 import os
+
+# Two test processes and what they start share the cores; more threads than cores slow all of them down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 @dataclass(frozen=True)

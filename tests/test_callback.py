@@ -255,7 +255,10 @@ class TestRecipe:
             (["evaluate.batch_size=0"], "evaluate.batch_size is 0"),
             (["evaluate.eval_every=5", "evaluate.decoders=ar,sds"], r"evaluate\.decoders: unknown decoder 'sds'"),
             (["evaluate.eval_every=5", "evaluate.decoders=ssd,ssd"], "each once is enough"),
-            (["evaluate.eval_every=5", "evaluate.decoders=ar"], "none of them drafts with offsets heads"),
+            (
+                ["recipe=emoji_ssd", "evaluate.eval_every=5", "evaluate.decoders=ar"],
+                "none of them drafts with offsets heads",
+            ),
             (["recipe=emoji_chain", "evaluate.eval_every=5", "evaluate.decoders=ar,ssd"], "drafts with chain heads"),
             (["recipe=emoji_backbone", "evaluate.eval_every=5"], "task=backbone trains no heads"),
             (["decoding.top_k=-2"], "decoding.top_k is -2"),
