@@ -308,20 +308,33 @@ def test_two_ranks_train_the_same_job(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_backbone_is_trained_saved_and_usable(world: World, tmp_path: Path) -> None:
+def test_a_backbone_is_trained_saved_and_usable_also_in_two_goes(world: World, tmp_path: Path) -> None:
+    """Attention dropout draws random numbers: they too go on where they were, bit for bit."""
     keys = {
         "recipe": "emoji_backbone",
         "smoke": True,
-        "out": tmp_path / "run",
         "data.dir": tmp_path / "data",
         "backbone.size.layers": 1,
         "backbone.size.hidden_size": 32,
+        "backbone.size.dropout": 0.5,
+        "optim.lr": 0.1,
+        "optim.warmup": 0,
         "backbone.codes": 32,
     }
-    fit([f"{k}={v}" for k, v in keys.items()])
+
+    def train_into(out: Path, **more: object) -> None:
+        fit([f"{k}={v}" for k, v in (keys | {"out": out} | more).items()])
+
+    train_into(tmp_path / "run")
     backbone = load_backbone(tmp_path / "run" / "backbone")
     assert (backbone.grid.height, backbone.grid.width, backbone.image_vocab_size) == (16, 16, 32)
     assert not any(m.training for m in backbone.modules())
+    with pytest.raises(SystemExit):
+        train_into(tmp_path / "two", **{"trainer.max_hours": 1e-9})
+    assert last_step(tmp_path / "two") == 1
+    train_into(tmp_path / "two")
+    whole, resumed = (load_file(tmp_path / n / "backbone" / "model.safetensors") for n in ("run", "two"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_killed_after_its_last_step_a_run_still_finishes(world: World, tmp_path: Path) -> None:
