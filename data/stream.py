@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from data.places import Cache, join, open_shard
 from data.shards import Broken, Index, Manifest, Sample, Shard, read_index, read_sample
+from heads.prompts import Unconditional
 
 MAX_BROKEN = 0.01
 GOLDEN = (5**0.5 - 1) / 2
@@ -34,8 +35,8 @@ Spans = list[tuple[int, int]]
 class Batch:
     tokens: Tensor
     """(B, H, W) codes; fewer than the batch size where samples are broken, but never none."""
-    captions: list[str | None]
-    """None stands for the unconditional prompt."""
+    captions: list[str | Unconditional]
+    """A dropped caption is its unconditional twin."""
     keys: list[str]
     origins: list[str] = field(default_factory=list)
     """Name of the shard set each sample comes from."""
@@ -293,9 +294,9 @@ class TokenStream(IterableDataset):
                 return sample
         raise ValueError(f"shard {join(shards.place, shard.file)} has no readable sample")
 
-    def _caption(self, sample: Sample, epoch: int) -> str | None:
+    def _caption(self, sample: Sample, epoch: int) -> str | Unconditional:
         draw = int(hashlib.sha256(f"{self.seed}:{epoch}:{sample.key}".encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
-        return None if draw < self.caption_dropout else sample.caption
+        return Unconditional(sample.caption) if draw < self.caption_dropout else sample.caption
 
 
 class FiniteStream(IterableDataset):

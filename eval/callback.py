@@ -28,6 +28,7 @@ from heads.backbones.base import Backbone
 from heads.module import HeadsModule
 from heads.mtp import MTPHeads
 from heads.objective import acceptance
+from heads.prompts import twins
 from heads.sheet import contact_sheet
 from heads.timing import settle
 from heads.tokenizers import ImageTokenizer
@@ -164,7 +165,7 @@ class Preview(Callback):
         sums = {name: [0.0, 0] for name in heads.train_pairs(backbone.grid)}
         for numbers in batches(range(len(tokens)), self.config.batch_size):
             part, prompts = tokens[list(numbers)], [self.prompts[i] for i in numbers]
-            branches: list[list[Any]] = [prompts] if self.sampling.guidance == 1 else [prompts, [None] * len(prompts)]
+            branches: list[list[Any]] = [prompts] if self.sampling.guidance == 1 else [prompts, twins(prompts)]
             read = [backbone.states(part, branch) for branch in branches]
             h = torch.stack([heads.states(backbone, states.flatten(1, 2)) for states, _ in read])
             e = read[0][1].flatten(1, 2)

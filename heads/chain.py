@@ -13,8 +13,8 @@ a part per position plus one per token:
 So positions can be drafted left to right, each with its newest left token, for a small product a position: the final
 norm only scales (with target=h_post there is none) and the LM head is linear, so
 logits(h_hat) = (L t + L M u) / rms(t + M u) with L the linear part of norm and head; L t comes with the trunk, and L M
-is computed once. Missing neighbours are zeros. The head never looks right of the left token, so a decoder may record
-its distribution as the law of a token drawn from it.
+is computed once. A head that is not linear is asked as a whole at each position. Missing neighbours are zeros. The head
+never looks right of the left token, so a decoder may record its distribution as the law of a token drawn from it.
 """
 
 import math
@@ -127,8 +127,11 @@ class ChainHeads(MTPHeads):
         return nn.functional.glu(u, dim=-1)
 
     def tables(self, backbone: Backbone) -> "ChainTables":
-        """What drafting needs of head and backbone together. Raises ValueError if the final norm is no RMS norm."""
-        return ChainTables(self, backbone)
+        """What drafting needs of head and backbone together.
+
+        Raises ValueError for a backbone with a linear head whose final norm is no RMS norm.
+        """
+        return ChainTables(self, backbone) if backbone.linear_head else WholeTables(self, backbone)
 
 
 class ChainTables:
@@ -142,7 +145,10 @@ class ChainTables:
         entering = [layer(backbone.embed(codes)) for layer in layers]
         self.left = [torch.cat([a, torch.zeros_like(a[:1])]) for a in entering]
         """(V + 1, 2 r) for the left token, then the second to the left; row V stands for none in this row."""
-        down = heads.late_down.weight.T
+        self.prepare()
+
+    def prepare(self) -> None:
+        down = self.heads.late_down.weight.T
         # Far above the norm's epsilon, which a column of M alone might not be.
         self.down = torch.cat([self.linear(1e3 * down) / 1e3, down], dim=-1)
         """(r, V + D): M u and its logits before they are divided by the norm."""
@@ -170,5 +176,21 @@ class ChainTables:
         tolerance = 2e-2 if down.dtype in (torch.bfloat16, torch.float16) else 1e-3
         if (true - mine).abs().max() > tolerance * true.abs().max():
             raise ValueError(
-                f"chain heads need a backbone whose final norm is a plain RMS norm; that of {self.backbone.name} is not"
+                f"chain heads need a backbone with a plain RMS norm at its end and a linear head behind it, or with "
+                f"linear_head = False; {self.backbone.name} has neither"
             )
+
+
+class WholeTables(ChainTables):
+    """Where the head is no linear map (Janus-Pro's is an MLP), nothing of it can be taken ahead: each drafted position
+    goes through final norm and head as a whole."""
+
+    def prepare(self) -> None:
+        """Nothing beyond the left tokens' part."""
+
+    def base(self, t: Tensor) -> Tensor:
+        """(..., D) -> t itself."""
+        return t
+
+    def logits(self, base: Tensor, u: Tensor) -> Tensor:
+        return self.heads.logits(self.backbone, base + self.heads.late_down(u))

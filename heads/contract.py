@@ -12,6 +12,7 @@ from torch import Tensor
 
 from heads.backbones.base import Backbone
 from heads.objective import at_least_fp32, mix_guidance
+from heads.prompts import Prompt, Unconditional
 from heads.tokenizers import ImageTokenizer
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
@@ -57,7 +58,20 @@ def emu3_logits(backbone: Backbone, tokens: Tensor, prompt: str, places: Tensor)
     return logits[:, codes.to(backbone.device)]
 
 
-OWN_LOGITS: dict[str, Callable[[Backbone, Tensor, str, Tensor], Tensor]] = {"emu3": emu3_logits}
+def janus_logits(backbone: Backbone, tokens: Tensor, prompt: str, places: Tensor) -> Tensor:
+    """The same for Janus-Pro, whose LM head knows no codes: its text model on ids and embedded codes, its head."""
+    model, head = backbone.model, backbone.prompt_ids([prompt])[0].to(backbone.device)
+    text = model.model.language_model
+    codes = model.model.generation_aligner(model.model.generation_embeddings(tokens.flatten()))
+    embeds = torch.cat([text.get_input_embeddings()(head), codes])[None]
+    states = text(inputs_embeds=embeds, use_cache=False).last_hidden_state[0]
+    return model.model.generation_head(states[places.to(backbone.device) + len(head)])
+
+
+OWN_LOGITS: dict[str, Callable[[Backbone, Tensor, str, Tensor], Tensor]] = {
+    "emu3": emu3_logits,
+    "janus_pro": janus_logits,
+}
 """By adapter: the model's own logits, independent of the adapter."""
 
 
@@ -252,7 +266,7 @@ class Checks:
             "see it) and at what a second call finds left over from the first.",
         )
 
-    def read(self, prompts: Sequence[str | None], tokens: Tensor, guidance: float = 1.0) -> Tensor:
+    def read(self, prompts: Sequence[Prompt], tokens: Tensor, guidance: float = 1.0) -> Tensor:
         """Decoding's states (G, B, L + 1, D) of and behind tokens (B, L), read in one window."""
         state, h = self.backbone.start(prompts, guidance)  # type: ignore[arg-type]
         return torch.cat([h, self.backbone.forward(state, tokens, [0] * len(tokens))], dim=2)
@@ -304,7 +318,7 @@ class Checks:
             advice = "start must read both branches in one forward whenever guidance is not 1."
             yield Line("guidance", False, f"start with guidance {GUIDANCE:g} gives {both.shape[0]} branch", advice)
             return
-        alone = torch.cat([self.read([p], tokens)[:, 0] for p in (self.prompt, None)])
+        alone = torch.cat([self.read([p], tokens)[:, 0] for p in (self.prompt, Unconditional(self.prompt))])
         differ = self.worst(both[1], both[0])
         true = mix_guidance(b.logits(alone), GUIDANCE)
         mixed = float(relative(centred(mix_guidance(b.logits(both), GUIDANCE)), centred(true)).max())
@@ -313,7 +327,7 @@ class Checks:
             "guidance",
             not same and mixed <= self.tolerance * (2 * GUIDANCE - 1),  # mixing multiplies rounding by so much
             f"branches {differ:.1e} apart, mixed logits {mixed:.1e} from two passes",
-            "The unconditional branch reads the caption, so guidance does nothing: look at prompt_ids(None)."
+            "The unconditional branch reads the caption, so guidance does nothing: look at prompt_ids(None) and ids_of."
             if same
             else "A branch read together with the other is not what it is alone: look at start's order of rows.",
         )

@@ -21,6 +21,7 @@ from heads.config import LossConfig, OptimConfig
 from heads.loss import Objective
 from heads.mtp import MTPHeads
 from heads.objective import acceptance, entropy, probabilities, smooth_l1
+from heads.prompts import twins
 
 UNCERTAIN = 0.5
 """Nats: positions whose H(p) is at least this are reported apart; the rest is plain background any guess gets right."""
@@ -184,7 +185,7 @@ class HeadsModule(_Module):
         if not self.terms.guided:
             h, e = self.backbone.states(tokens, captions)
             return self.heads.states(self.backbone, h)[None], e
-        h, e = self.backbone.states(tokens.repeat(2, 1, 1), captions + [None] * len(captions))
+        h, e = self.backbone.states(tokens.repeat(2, 1, 1), captions + twins(captions))
         return self.heads.states(self.backbone, h).unflatten(0, (2, -1)), e[: len(captions)]
 
     def loss(self, h: Tensor, e: Tensor, tokens: Tensor, step: Sequence[int] = ()) -> Tensor:
@@ -283,7 +284,7 @@ class HeadsModule(_Module):
                     floor = self.tables[name].to(p.device)[tokens[:, source]]
                     self.add(f"acceptance_table/{name}", acceptance(p[:, at], floor))
         if self.scales:
-            free = self.backbone.states(batch.tokens, [None] * B)[0]
+            free = self.backbone.states(batch.tokens, twins(batch.captions))[0]
             free = self.heads.states(self.backbone, free.flatten(1, 2))
             both = {n: torch.stack([x, self.heads.predict(free, e, n).to(x.dtype)]) for n, x in predicted.items()}
             self._guided(torch.stack([h, free]), both)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.backbones.base import ADAPTERS, CARD, Backbone, resolve_checkpoint, shipped
+from heads.backbones.base import ADAPTERS, CARD, Backbone, find_checkpoint, shipped
 from heads.config import LossConfig
 from heads.files import read_json
 from heads.memory import STRATEGIES, Held, Layout, Shape, Tensors, held, layout
@@ -36,8 +36,8 @@ class Subject:
     heads: MTPHeads | None
     """None for task=backbone, which trains the backbone itself."""
     module: Any
-    tokenizer_weights: int
-    """Weights of the picture tokenizer in the checkpoint, which the backbone is counted without."""
+    unread: int
+    """Weights of the checkpoint that drawing does not read: its picture tokenizer, and what an adapter lets go of."""
 
     @property
     def trained(self) -> nn.Module:
@@ -89,7 +89,7 @@ def load_subject(config: TrainConfig) -> Subject:
         return _new_backbone(config)
     b = config.backbone
     try:
-        path = resolve_checkpoint(b.checkpoint)
+        path = find_checkpoint(b.checkpoint, local_files_only=True)
         read_json(path / "config.json")
     except ValueError:
         raise ValueError(
@@ -102,19 +102,21 @@ def load_subject(config: TrainConfig) -> Subject:
         raise ValueError(f"backbone.adapter is {adapter!r}; set it to one of {', '.join(ADAPTERS)}")
     module, _, name = ADAPTERS[adapter].partition(":")
     grid = b.grid or card.get("grid")
-    model, tokenizer_weights = _meta_model(path)
+    model, family = _meta_model(path), getattr(importlib.import_module(module), name)
+    whole = count(model)
+    family.lighten(model)
     settings = {"grid": tuple(grid)} if grid else {}
-    backbone = getattr(importlib.import_module(module), name)(model, None, name=path.name, **settings)
+    backbone = family(model, None, name=path.name, **settings)
     size = (backbone.grid.height, backbone.grid.width)
     config.heads.check()
     with torch.device("meta"):
         heads = kind_of(config.heads.kind)(config.heads, TrainedOn(path.name, "", backbone.hidden_size, size))  # type: ignore[call-arg]
     lightning = HeadsModule(backbone, heads, config.optim, {}, [1.0], config.loss)
-    return Subject(backbone, heads, lightning, tokenizer_weights)
+    return Subject(backbone, heads, lightning, whole - count(model))
 
 
-def _meta_model(path: Any) -> tuple[Any, int]:
-    """transformers' own class on the meta device, without its picture tokenizer, and that one's weights."""
+def _meta_model(path: Any) -> Any:
+    """transformers' own class on the meta device."""
     import transformers
 
     try:
@@ -124,13 +126,7 @@ def _meta_model(path: Any) -> tuple[Any, int]:
         reason = " ".join(str(error).split())[:160]
         raise ValueError(f"{path}/config.json names no model transformers knows: {reason}") from None
     with torch.device("meta"):
-        model = family(found)
-    dropped = 0
-    for part in model.modules():
-        if "vqmodel" in part._modules:
-            dropped += count(part.vqmodel)
-            part.vqmodel = nn.Identity()
-    return model.requires_grad_(False), dropped
+        return family(found).requires_grad_(False)
 
 
 def _new_backbone(config: TrainConfig) -> Subject:

@@ -92,8 +92,8 @@ def parameters(config: TrainConfig, subject: Subject) -> str:
         [f"  {len(backbone.blocks)} layers", si(layers)],
         ["  embedding, LM head, norm", si(total - layers)],
     ]
-    if subject.tokenizer_weights:
-        rows.append(["picture tokenizer", si(subject.tokenizer_weights), "in no figure below"])
+    if subject.unread:
+        rows.append(["picture tokenizer, ...", si(subject.unread), "not read to draw codes; in no figure below"])
     if subject.heads is not None:
         own = count(subject.heads)
         rows.append([f"heads ({config.heads.kind})", si(own), f"{100 * own / total:.3g} % of the backbone"])

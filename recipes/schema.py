@@ -16,8 +16,10 @@ PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true")
 
 @dataclass
 class BackboneConfig:
-    checkpoint: str = key("emoji", "folder of the frozen backbone; emoji is the demo's own")
-    adapter: str = key("", "emu3; '' = what the checkpoint's draftgrid.json says")
+    checkpoint: str = key(
+        "emoji", "folder or hub id (org/name@revision) of the frozen backbone; emoji is the demo's own"
+    )
+    adapter: str = key("", "emu3 or janus_pro; '' = what the checkpoint's draftgrid.json says")
     grid: list[int] = key(list, "[rows, columns] of image tokens; empty = what the checkpoint says")
     tokenizer: str = key("", "folder of the image tokenizer; '' = the checkpoint's own")
     codes: int = key(512, "task=backbone: size of the codebook to fit")
@@ -137,4 +139,6 @@ class TrainConfig:
             part.check()
         self.evaluate.check(self.heads.kind)
         if self.evaluate.eval_every and self.task == "backbone":
-            raise ValueError(f"evaluate.eval_every is {self.evaluate.eval_every}, but task=backbone trains no heads; use 0")
+            raise ValueError(
+                f"evaluate.eval_every is {self.evaluate.eval_every}, but task=backbone trains no heads; use 0"
+            )

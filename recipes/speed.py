@@ -52,7 +52,7 @@ class Decoding:
     cache: float
     """Bytes of keys and values of one token, all layers."""
     serial: float
-    """Bytes and half the FLOPs of what a chain head does for each position anew."""
+    """Bytes and half the FLOPs of what a chain head does for each position anew: all of a head that is not linear."""
 
     def forward(self, length: int) -> Work:
         """A forward over `length` tokens with half of the picture in the cache: the mean over a picture."""
@@ -95,16 +95,19 @@ def count_decoding(backbone: Backbone, heads: MTPHeads, branches: int) -> Decodi
     two = list(pairs)[:2]
     text = backbone.model.config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    lm_head = work(lambda: backbone.logits(one), backbone)
+    rank = getattr(heads, "rank", 0)
+    serial = 2 * rank * (V + D) if backbone.linear_head or not rank else 2 * rank * D + lm_head.bytes
     return Decoding(
         grid,
         branches,
         trunk=work(lambda: backbone.trunk(one, torch.zeros(1, 1, dtype=torch.long), None, None), backbone),
-        lm_head=work(lambda: backbone.logits(one), backbone),
+        lm_head=lm_head,
         heads=each,
         common=sum(each[n].bytes for n in two) - draft(*two).bytes,
         attention=4 * text.num_attention_heads * head_dim * text.num_hidden_layers,
         cache=2 * 2 * text.num_key_value_heads * head_dim * text.num_hidden_layers,
-        serial=2 * getattr(heads, "rank", 0) * (V + D),
+        serial=serial,
     )
 
 

@@ -30,6 +30,7 @@ from heads.mtp import new_heads
 from recipes.plan import Counted, count, count_step, load_subject, plan, shapes
 from recipes.schema import DEFAULT, RECIPES, TrainConfig
 from recipes.speed import count_decoding, ssd_steps, tokens_per_forward
+from tests.published_janus import write_config
 from tests.tiny import tiny_emu3
 
 ROOT = Path(__file__).parent.parent
@@ -102,7 +103,7 @@ class TestParameters:
         from heads.files import read_json
 
         alone = Emu3VQVAE(Emu3VQVAEConfig.from_dict(read_json(ASSETS / "config.json")["vq_config"]))
-        assert load_subject(composed()).tokenizer_weights == count(alone) > 0
+        assert load_subject(composed()).unread == count(alone) > 0
 
 
 class TestMemoryOfARealStep:
@@ -365,7 +366,8 @@ class TestCommand:
         keys = [f"recipe={name}", "plan=true"]
         config = compose(TrainConfig, keys, RECIPES, DEFAULT)
         if config.task == "heads" and config.backbone.checkpoint != "emoji":
-            keys += [f"backbone.checkpoint={published(tmp_path / 'model')}"]
+            write = {"emu3": published, "janus_pro": write_config}[config.backbone.adapter]
+            keys += [f"backbone.checkpoint={write(tmp_path / 'model')}"]
         before = sorted(tmp_path.rglob("*"))
         begun = time.process_time()
         config = compose(TrainConfig, keys, RECIPES, DEFAULT)

@@ -70,7 +70,8 @@ def test_every_recipe_is_listed_and_composes() -> None:
     from recipes.schema import RECIPES, TrainConfig
 
     recipes = sorted(p.stem for p in RECIPES.glob("*.yaml"))
-    assert recipes == ["emoji_backbone", "emoji_chain", "emoji_mtp1d", "emoji_ssd"]
+    demo = ["emoji_backbone", "emoji_chain", "emoji_mtp1d", "emoji_ssd"]
+    assert recipes == [*demo, "janus_chain", "janus_mtp1d", "janus_ssd"]
     for recipe in recipes:
         config = compose(TrainConfig, [f"recipe={recipe}"], RECIPES)
         config.check()

@@ -16,6 +16,7 @@ from data.config import StreamConfig
 from data.module import TokenDataModule
 from data.shards import Manifest, Sample, write_shard
 from data.stream import Batch, FiniteStream, ShardSet, Split, TokenStream
+from heads.prompts import Unconditional
 from tests.data_fixtures import TOKENIZER, all_keys, sample, write_set
 
 
@@ -32,6 +33,10 @@ def stream_of(
     return TokenStream(
         [ShardSet(str(folder), manifest)], Split(world, 1, batch_size), seed, caption_dropout, rank, start
     )
+
+
+def dropped_keys(batch: Batch) -> list[str]:
+    return [k for k, c in zip(batch.keys, batch.captions, strict=True) if isinstance(c, Unconditional)]
 
 
 def take(stream: TokenStream | FiniteStream, count: int | None = None, workers: int = 0) -> list[Batch]:
@@ -94,7 +99,7 @@ def test_the_seed_orders_the_shards_and_drops_captions_too(tmp_path: Path) -> No
     for seed in range(4):
         epoch = take(stream_of(tmp_path, manifest, 5, seed, caption_dropout=0.5), 8)
         shard_orders.add(tuple(batch.keys[0][1] for batch in epoch))
-        dropped.add(frozenset(k for b in epoch for k, c in zip(b.keys, b.captions, strict=True) if c is None))
+        dropped.add(frozenset(k for b in epoch for k in dropped_keys(b)))
     assert len(shard_orders) == len(dropped) == 4
 
 
@@ -159,7 +164,7 @@ def test_a_resumed_stream_goes_on_with_the_very_next_batch(tmp_path: Path, worke
         return stream_of(tmp_path, manifest, 2, seed=11, caption_dropout=0.4, rank=1, world=2, start=start)
 
     whole = take(stream(0), 40, workers)
-    assert sum(c is None for b in whole for c in b.captions) > 10
+    assert sum(isinstance(c, Unconditional) for b in whole for c in b.captions) > 10
     assert sum(b.broken for b in whole) > 1
     assert len({k for b in whole for k in b.keys}) < len(keys(whole)) / 2  # several epochs
     for start in (1, 2, 3, 4, 5, 17, 30):
@@ -170,21 +175,21 @@ def test_a_resumed_stream_goes_on_with_the_very_next_batch(tmp_path: Path, worke
 def test_captions_are_dropped_in_their_share_and_always_the_same(tmp_path: Path) -> None:
     manifest = write_set(tmp_path, [50, 50])
 
-    def captions(share: float) -> list[str | None]:
+    def captions(share: float) -> list[str | Unconditional]:
         return [c for b in take(stream_of(tmp_path, manifest, 10, 0, share), 40) for c in b.captions]
 
-    dropped = [c is None for c in captions(0.25)]
+    dropped = [isinstance(c, Unconditional) for c in captions(0.25)]
     # 400 draws: a share of .25 has a standard deviation of .022
     assert abs(sum(dropped) / 400 - 0.25) < 0.07
     assert captions(0.25) == captions(0.25)
-    assert not any(c is None for c in captions(0.0))
-    assert all(c is None for c in captions(1.0))
+    assert not any(isinstance(c, Unconditional) for c in captions(0.0))
+    assert all(isinstance(c, Unconditional) for c in captions(1.0))
 
 
 def test_another_epoch_drops_other_captions(tmp_path: Path) -> None:
     manifest = write_set(tmp_path, [60])
     batches = take(stream_of(tmp_path, manifest, 60, caption_dropout=0.5), 2)
-    first, second = ({k for k, c in zip(b.keys, b.captions, strict=True) if c is None} for b in batches)
+    first, second = (set(dropped_keys(b)) for b in batches)
     assert first and second and first != second
 
 

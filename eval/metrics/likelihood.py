@@ -9,6 +9,7 @@ from torch import Tensor
 from eval.decoders.kernels import Sampling
 from heads.backbones.base import Backbone
 from heads.objective import entropy
+from heads.prompts import twins
 
 
 @torch.inference_mode()
@@ -20,7 +21,7 @@ def surprise(backbone: Backbone, tokens: Tensor, prompts: Sequence[str], samplin
     """
     branches = [backbone.states(tokens, prompts)[0]]
     if sampling.guidance != 1:
-        branches.append(backbone.states(tokens, [None] * len(prompts))[0])
+        branches.append(backbone.states(tokens, twins(prompts))[0])
     p = sampling.probabilities(backbone.logits(torch.stack(branches))).flatten(1, 2)
     chosen = p.gather(-1, tokens.flatten(1)[..., None]).squeeze(-1)
     # A lossy decoder may emit a token outside the target's top-k; the floor keeps its surprise finite.

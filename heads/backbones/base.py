@@ -7,6 +7,7 @@ Image tokens are codes 0..V-1 everywhere outside an adapter; only adapters know 
 
 import hashlib
 import importlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +20,17 @@ from torch import Tensor, nn
 from heads.backbones.cache import RaggedCache
 from heads.files import read_json
 from heads.grid import TokenGrid
+from heads.prompts import Prompt, twins
+from heads.weights import fetch
 
 CARD = "draftgrid.json"
 """A file beside the weights that names the adapter, the grid and the unconditional prompt of a checkpoint."""
-ADAPTERS = {"emu3": "heads.backbones.emu3:Emu3Backbone"}
+ADAPTERS = {
+    "emu3": "heads.backbones.emu3:Emu3Backbone",
+    "janus_pro": "heads.backbones.janus_pro:JanusProBackbone",
+}
 ASSETS = Path(__file__).parent.parent / "assets"
+HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
 @dataclass
@@ -77,6 +84,8 @@ class Backbone(nn.Module, ABC):
     name: str
     revision: str | None = None
     compiled: bool = False
+    linear_head: bool = True
+    """Whether `project` is a linear map: then a chain head's draft costs two small products a position."""
 
     # What an adapter writes ------------------------------------------------------------------------------------------
 
@@ -115,6 +124,17 @@ class Backbone(nn.Module, ABC):
     @abstractmethod
     def identity(self) -> dict[str, Tensor]:
         """The weights heads depend on: image rows of embedding and LM head, and the final norm."""
+
+    def ids_of(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        """`prompt_ids` of captions and twins; an adapter whose twins depend on their captions says how."""
+        return self.prompt_ids([p if isinstance(p, str) else None for p in prompts])
+
+    @staticmethod
+    def lighten(model: Any) -> None:
+        """Let go of what a checkpoint holds and drawing never reads: its picture tokenizer; adapters may add."""
+        for part in list(model.modules()):
+            if "vqmodel" in part._modules:
+                part.vqmodel = nn.Identity()
 
     def step(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
         """`trunk` while decoding: what `compile_decoding` compiles."""
@@ -161,18 +181,18 @@ class Backbone(nn.Module, ABC):
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 
-    def states(self, tokens: Tensor, prompts: Sequence[str | None]) -> tuple[Tensor, Tensor]:
+    def states(self, tokens: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
         """Teacher-forced states of whole pictures.
 
-        tokens (B, H, W) codes, one prompt each (None = unconditional) -> h, e, both (B, H, W, D), aligned as the module
-        text says. One causal forward over prompt and picture; rows are padded behind their end, where nothing sees it.
+        tokens (B, H, W) codes, one prompt each -> h, e, both (B, H, W, D), aligned as the module text says. One causal
+        forward over prompt and picture; rows are padded behind their end, where nothing sees it.
         Raises ValueError if the tokens do not fit the grid or the vocabulary.
         """
         B, H, W = tokens.shape
         self.check_tokens(tokens)
         if len(prompts) != B:
             raise ValueError(f"{len(prompts)} prompts for {B} pictures")
-        ids = self.prompt_ids(prompts)
+        ids = self.ids_of(prompts)
         lengths = [len(i) for i in ids]
         flat = tokens.view(B, H * W)
         slots = self.grid.slots - 1  # the last token is predicted, never fed
@@ -215,14 +235,14 @@ class Backbone(nn.Module, ABC):
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[str], guidance: float = 1.0) -> tuple[DecodeState, Tensor]:
-        """Prefill: the prompts (and, with guidance != 1, as many unconditional ones) in one forward.
+        """Prefill: the prompts (and, with guidance != 1, the unconditional twin of each) in one forward.
 
         Returns the state and h[0, 0] as (G, B, 1, D).
         """
-        rows: list[str | None] = [*prompts]
+        rows: list[Prompt] = [*prompts]
         if guidance != 1.0:
-            rows += [None] * len(prompts)
-        ids = self.prompt_ids(rows)
+            rows += twins(prompts)
+        ids = self.ids_of(rows)
         lengths = [len(i) for i in ids]
         longest = max(lengths)
         # A ragged window is padded behind its end; the pads need a place in the cache too.
@@ -308,6 +328,17 @@ def resolve_checkpoint(name: str | Path) -> Path:
     raise ValueError(f"{str(name)!r} is neither a folder nor a shipped checkpoint ({', '.join(shipped()) or 'none'})")
 
 
+def find_checkpoint(name: str | Path, revision: str | None = None, local_files_only: bool = False) -> Path:
+    """The same, or of a hub id, `org/name` or `org/name@revision`, the folder its files lie in, downloaded if need be.
+
+    Raises ValueError if there is no such folder, shipped checkpoint or hub id.
+    """
+    hub = HUB_ID.fullmatch(str(name))
+    if hub is None or Path(name).is_dir():
+        return resolve_checkpoint(name)
+    return fetch(hub["id"], revision or hub["revision"], local_files_only)
+
+
 def shipped() -> list[str]:
     return sorted(p.parent.name for p in ASSETS.glob(f"*/{CARD}"))
 
@@ -319,8 +350,10 @@ def load_backbone(
     grid: tuple[int, int] | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
+    revision: str | None = None,
+    local_files_only: bool = False,
 ) -> Backbone:
-    """Load a frozen backbone from a folder, or the demo's by the name `emoji`.
+    """Load a frozen backbone from a folder or a hub id (org/name, org/name@revision); `emoji` is the demo's.
 
     `adapter` and `grid` default to what the checkpoint's draftgrid.json says, `dtype` to fp32 on a CPU and the
     checkpoint's own elsewhere. Raises ValueError for an unknown adapter, a missing folder, and weights that lack a key
@@ -328,7 +361,7 @@ def load_backbone(
     """
     if dtype is None and torch.device(device).type == "cpu":
         dtype = torch.float32
-    path = resolve_checkpoint(checkpoint)
+    path = find_checkpoint(checkpoint, revision, local_files_only)
     card = read_json(path / CARD) if (path / CARD).is_file() else {}
     adapter = adapter or card.get("adapter")
     if adapter not in ADAPTERS:
@@ -337,4 +370,6 @@ def load_backbone(
     family = getattr(importlib.import_module(module), name)
     settings = {"grid": grid or card.get("grid"), "unconditional": card.get("unconditional")}
     backbone = family.from_pretrained(path, dtype=dtype, **{k: v for k, v in settings.items() if v is not None})
+    if path != Path(checkpoint) and HUB_ID.fullmatch(str(checkpoint)):
+        backbone.name, backbone.revision = str(checkpoint).partition("@")[0], path.name
     return backbone.to(device).freeze()

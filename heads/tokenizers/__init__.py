@@ -2,6 +2,7 @@
 
 from heads.tokenizers.base import ImageTokenizer, load_tokenizer
 from heads.tokenizers.emu3 import Emu3VQ
+from heads.tokenizers.janus import JanusVQ
 from heads.tokenizers.patch_vq import PatchVQ
 
-__all__ = ["Emu3VQ", "ImageTokenizer", "PatchVQ", "load_tokenizer"]
+__all__ = ["Emu3VQ", "ImageTokenizer", "JanusVQ", "PatchVQ", "load_tokenizer"]

@@ -81,20 +81,27 @@ class ImageTokenizer(ABC):
 def load_tokenizer(folder: str | Path, device: str | torch.device = "cpu") -> ImageTokenizer:
     """Load the image tokenizer saved in `folder`; the name `emoji` is the demo's own.
 
-    A folder without a tokenizer of ours but with an Emu3 checkpoint gives that checkpoint's own vision tokenizer.
+    A folder without a tokenizer of ours but with an Emu3 or Janus checkpoint gives that checkpoint's own.
 
     Raises ValueError if the folder holds no tokenizer, one of an unknown kind, or a damaged one.
     """
-    from heads.backbones.base import resolve_checkpoint
+    from heads.backbones.base import find_checkpoint
     from heads.tokenizers.emu3 import Emu3VQ
+    from heads.tokenizers.janus import JanusVQ
     from heads.tokenizers.patch_vq import PatchVQ
 
-    path = resolve_checkpoint(folder)
+    path = find_checkpoint(folder)
     if (path / "image_tokenizer").is_dir():
         path = path / "image_tokenizer"
-    kinds: dict[str, type[ImageTokenizer]] = {"patch_vq": PatchVQ, "emu3": Emu3VQ}
-    if (path / "config.json").is_file() and read_json(path / "config.json").get("model_type") in Emu3VQ.model_types:
-        kind = "emu3"
+    kinds: dict[str, type[ImageTokenizer]] = {
+        "patch_vq": PatchVQ,
+        "emu3": Emu3VQ,
+        "janus": JanusVQ,
+    }
+    types = {t: name for name, kind in kinds.items() for t in getattr(kind, "model_types", ())}
+    model_type = read_json(path / "config.json").get("model_type") if (path / "config.json").is_file() else None
+    if model_type in types:
+        kind = types[model_type]
     else:
         kind = read_json(path / "tokenizer_config.json").get("image_tokenizer")
     if kind not in kinds:

@@ -1,0 +1,192 @@
+"""Janus-Pro (DeepSeek, arXiv 2501.17811) through transformers' JanusForConditionalGeneration.
+
+Prompt: BOS, the chat template's user turn and an opened assistant turn, begin-of-image; then the codes of the picture
+row after row, no structure tokens. h[0, 0] is the state at begin-of-image. A code's input embedding is its vector of
+`generation_embeddings` behind an MLP, the aligner; the image head is an MLP too. The unconditional branch is the prompt
+itself with pad tokens in place of all but BOS and begin-of-image. Facts: github.com/deepseek-ai/Janus,
+generation_inference.py, and transformers' generate(generation_mode="image"), which does the same.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.backbones.base import Backbone
+from heads.backbones.cache import RaggedCache
+from heads.files import read_json
+from heads.grid import TokenGrid
+from heads.prompts import Prompt, Unconditional
+
+UNUSED = ("lm_head", "model.vision_model", "model.aligner", "model.vqmodel")
+"""What drawing never reads: the text's LM head, the tower that looks at pictures, and the picture tokenizer."""
+
+
+class JanusProBackbone(Backbone):
+    adapter = "janus_pro"
+    linear_head = False
+    text: Any
+
+    def __init__(
+        self, model: Any, processor: Any, grid: tuple[int, int] | None = None, name: str = "janus_pro"
+    ) -> None:
+        """`grid` is the checkpoint's own, 24x24, unless told. Raises ValueError if the model is none of this family."""
+        super().__init__()
+        parts: Any = getattr(model, "model", None)
+        if not hasattr(parts, "generation_head") or not hasattr(parts, "language_model"):
+            raise ValueError(f"{name}: {type(model).__name__} is no JanusForConditionalGeneration")
+        self.model, self.processor, self.name = model, processor, name
+        self.text = parts.language_model
+        vision = model.config.vision_config
+        side = vision.image_size // vision.patch_size
+        self.grid = TokenGrid(*(grid or (side, side)))
+        self.hidden_size = model.config.text_config.hidden_size
+        self.image_vocab_size = model.config.vq_config.num_embeddings
+
+    @classmethod
+    def from_model(cls, model: Any, processor: Any, **settings: Any) -> "JanusProBackbone":
+        """Wrap a model the caller already holds (finetuned, quantised); it is frozen and put in eval mode."""
+        backbone = cls(model, processor, **settings)
+        backbone.freeze()
+        return backbone
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, dtype: torch.dtype | None = None, **settings: Any) -> "JanusProBackbone":
+        """Raises ValueError naming a key the weights lack or have too many. Lets go of what drawing never reads."""
+        from transformers import JanusForConditionalGeneration
+        from transformers.utils import logging
+
+        kind = read_json(folder / "config.json").get("model_type")
+        if kind != "janus":
+            raise ValueError(
+                f"{folder}/config.json: model_type is {kind!r}, not 'janus'; DeepSeek's own files are in another "
+                "layout, take those of deepseek-community/Janus-Pro-7B"
+            )
+        logging.disable_progress_bar()
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # what it would warn of is raised below
+        try:
+            loaded: Any = JanusForConditionalGeneration.from_pretrained(
+                folder,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,
+            )
+            model, info = loaded
+        except OSError as error:
+            raise ValueError(f"no Janus-Pro checkpoint in {folder}: {str(error).splitlines()[0]}") from None
+        finally:
+            logging.set_verbosity(verbosity)
+        missing = sorted(info["missing_keys"])
+        wrong = sorted([*info["unexpected_keys"], *(name for name, *_ in info["mismatched_keys"])])
+        if missing or wrong:
+            raise ValueError(
+                f"{folder}: weights lack {missing[:3] or 'nothing'} and have unknown or misshapen {wrong[:3]}"
+            )
+        cls.lighten(model)
+        return cls(model, load_processor(folder), **{"name": folder.name, **settings})
+
+    @staticmethod
+    def lighten(model: Any) -> None:
+        """Of Janus-Pro-7B's 7.41 billion parameters 0.82 go."""
+        for path in UNUSED:
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, nn.Identity())
+
+    @property
+    def layers(self) -> int:
+        return self.model.config.text_config.num_hidden_layers
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.text.layers)
+
+    def prompt_ids(self, prompts: Sequence[str | None]) -> list[Tensor]:
+        tokenizer = self.processor.tokenizer
+        turns = [[{"role": "user", "content": [{"type": "text", "text": p or ""}]}] for p in prompts]
+        texts = self.processor.apply_chat_template(turns, add_generation_prompt=True)
+        found = []
+        for prompt, text in zip(prompts, texts, strict=True):
+            ids = self.processor(text=[text], generation_mode="image", return_tensors="pt")["input_ids"][0]
+            if ids[-1] != tokenizer.convert_tokens_to_ids(tokenizer.boi_token):
+                raise ValueError(f"{self.name}: the prompt ends with id {int(ids[-1])}, which is not begin-of-image")
+            if ids[0] != tokenizer.bos_token_id:  # a tokenizer saved without its habit of adding it
+                ids = torch.cat([ids.new_tensor([tokenizer.bos_token_id]), ids])
+            found.append(self.padded(ids) if prompt is None else ids)
+        return found
+
+    def ids_of(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        rows = self.prompt_ids([p.caption if isinstance(p, Unconditional) else p for p in prompts])
+        return [self.padded(r) if isinstance(p, Unconditional) else r for p, r in zip(prompts, rows, strict=True)]
+
+    def padded(self, ids: Tensor) -> Tensor:
+        """(L,) ids of a prompt -> its unconditional twin: pad tokens for all but BOS and begin-of-image, the last."""
+        text = self.model.config.text_config
+        if text.pad_token_id is None:
+            raise ValueError(f"{self.name}: config.text_config.pad_token_id is not set; guidance pads with it")
+        return torch.where((ids == text.bos_token_id) | (ids == ids[-1]), ids, text.pad_token_id)
+
+    def structure_ids(self) -> list[int]:
+        return []
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.prepare_embeddings_for_image_generation(tokens)
+
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        return self.text.embed_tokens(ids)
+
+    def trunk(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache | None) -> Tensor:
+        if cache is not None:
+            return self._layers(embeds, positions, mask, cache)
+        kept: list[Tensor] = []
+        hook = self.text.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+        try:
+            self.text(inputs_embeds=embeds, position_ids=positions, attention_mask=mask, use_cache=False)
+        finally:
+            hook.remove()
+        (h,) = kept
+        return h
+
+    def _layers(self, h: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
+        """The text model's layers without its norm, under our own mask, and without a hook: one graph to compile."""
+        rotary = self.text.rotary_emb(h, position_ids=positions)
+        keys = {"attention_mask": mask, "position_ids": positions, "cache": cache, "position_embeddings": rotary}
+        for layer in self.text.layers:
+            h = layer(h, use_cache=True, **keys)
+        return h
+
+    def norm(self, h: Tensor) -> Tensor:
+        return self.text.norm(h)
+
+    def project(self, h: Tensor) -> Tensor:
+        return self.model.model.generation_head(h)
+
+    def identity(self) -> dict[str, Tensor]:
+        """Embedding, aligner and head are the whole way from a code to a state and from a state to a code."""
+        parts = self.model.model
+        modules = {
+            "embedding": parts.generation_embeddings,
+            "aligner": parts.generation_aligner,
+            "image_head": parts.generation_head,
+            "final_norm": self.text.norm,
+        }
+        return {f"{part}.{name}": p for part, module in modules.items() for name, p in module.named_parameters()}
+
+
+def load_processor(folder: Path) -> Any:
+    """transformers' own, around tokenizer.json as it is: tokenizer_config.json names a class with rules of its own.
+
+    Raises ValueError for a folder without tokenizer.json, chat template or the three image tokens.
+    """
+    from transformers import JanusImageProcessorPil, JanusProcessor, PreTrainedTokenizerFast
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} has no tokenizer.json")
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    lacking = [n for n in ("image_token", "boi_token", "eoi_token", "chat_template") if not getattr(tokenizer, n, None)]
+    if lacking:
+        raise ValueError(f"{folder}: tokenizer_config.json and chat_template.jinja lack {', '.join(lacking)}")
+    return JanusProcessor(JanusImageProcessorPil(), tokenizer, chat_template=tokenizer.chat_template)
