@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.backbones.base import ADAPTERS, CARD, Backbone, find_checkpoint, shipped
+from heads.backbones.base import ADAPTERS, Backbone, find_checkpoint, read_card, shipped
 from heads.config import LossConfig
 from heads.files import read_json
 from heads.memory import STRATEGIES, Held, Layout, Shape, Tensors, held, layout
@@ -96,7 +96,7 @@ def load_subject(config: TrainConfig) -> Subject:
             f"backbone.checkpoint is {b.checkpoint!r}, where no config.json is; the plan needs that file alone: set "
             f"backbone.checkpoint to the folder it lies in, or to {' or '.join(shipped())}"
         ) from None
-    card = read_json(path / CARD) if (path / CARD).is_file() else {}
+    card = read_card(path)
     adapter = b.adapter or card.get("adapter")
     if adapter not in ADAPTERS:
         raise ValueError(f"backbone.adapter is {adapter!r}; set it to one of {', '.join(ADAPTERS)}")

@@ -55,7 +55,7 @@ def backbone(folder: Path) -> JanusProBackbone:
 
 
 def janus(folder: Path, grid: tuple[int, int] | None = None, **settings) -> JanusProBackbone:
-    found = load_backbone(folder, adapter="janus_pro", grid=grid, **settings)
+    found = load_backbone(folder, grid=grid, **settings)  # the family is told by config.json
     assert isinstance(found, JanusProBackbone)
     return found
 
@@ -188,7 +188,7 @@ class TestHub:
     @pytest.mark.parametrize("name,settings", [("@v2", {}), ("", {"revision": "v2"}), ("", {})])
     def test_name_and_revision_are_recorded(self, cache: str, backbone, name: str, settings: dict) -> None:
         place = "deepseek-community/Janus-Pro-7B" + name
-        found = load_backbone(place, adapter="janus_pro", local_files_only=True, **settings)
+        found = load_backbone(place, local_files_only=True, **settings)
         assert (found.name, found.revision) == ("deepseek-community/Janus-Pro-7B", cache)
         assert found.fingerprint == backbone.fingerprint
         assert isinstance(load_tokenizer(place), JanusVQ)
@@ -196,7 +196,7 @@ class TestHub:
     def test_what_is_not_there_is_said(self, cache: str) -> None:
         for place in ("deepseek-community/Janus-Pro-8B", "deepseek-community/Janus-Pro-7B@v9"):
             with pytest.raises(ValueError, match=f"'{place.partition('@')[0]}' is no folder, and no files"):
-                load_backbone(place, adapter="janus_pro", local_files_only=True)
+                load_backbone(place, local_files_only=True)
 
 
 class TestPrompts:

@@ -29,6 +29,8 @@ ADAPTERS = {
     "emu3": "heads.backbones.emu3:Emu3Backbone",
     "janus_pro": "heads.backbones.janus_pro:JanusProBackbone",
 }
+FAMILIES = {"emu3": "emu3", "janus": "janus_pro", "multi_modality": "janus_pro"}
+"""Adapter by the model_type of config.json: published checkpoints have no card. The last is DeepSeek's own layout."""
 ASSETS = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
@@ -339,6 +341,14 @@ def find_checkpoint(name: str | Path, revision: str | None = None, local_files_o
     return fetch(hub["id"], revision or hub["revision"], local_files_only)
 
 
+def read_card(folder: Path) -> dict[str, Any]:
+    """draftgrid.json, or of a published checkpoint what its config.json says of it; empty if neither is there."""
+    if (folder / CARD).is_file():
+        return read_json(folder / CARD)
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    return {"adapter": FAMILIES[config["model_type"]]} if config.get("model_type") in FAMILIES else {}
+
+
 def shipped() -> list[str]:
     return sorted(p.parent.name for p in ASSETS.glob(f"*/{CARD}"))
 
@@ -355,14 +365,14 @@ def load_backbone(
 ) -> Backbone:
     """Load a frozen backbone from a folder or a hub id (org/name, org/name@revision); `emoji` is the demo's.
 
-    `adapter` and `grid` default to what the checkpoint's draftgrid.json says, `dtype` to fp32 on a CPU and the
-    checkpoint's own elsewhere. Raises ValueError for an unknown adapter, a missing folder, and weights that lack a key
-    or carry one too many.
+    `adapter` and `grid` default to what the checkpoint says, `dtype` to fp32 on a CPU and the checkpoint's own
+    elsewhere. Raises ValueError for an unknown adapter, a missing folder, and weights that lack a key or carry one too
+    many.
     """
     if dtype is None and torch.device(device).type == "cpu":
         dtype = torch.float32
     path = find_checkpoint(checkpoint, revision, local_files_only)
-    card = read_json(path / CARD) if (path / CARD).is_file() else {}
+    card = read_card(path)
     adapter = adapter or card.get("adapter")
     if adapter not in ADAPTERS:
         raise ValueError(f"backbone adapter is {adapter!r}; known: {', '.join(ADAPTERS)}")
