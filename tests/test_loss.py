@@ -142,7 +142,7 @@ def test_validation_figures_do_not_depend_on_the_chunk(heads: dict) -> None:
     for chunk in (0, 5):
         loss = LossConfig(tv=1.0, top_k=4, chunk=chunk)
         module = module_of(loss, **heads)
-        module = HeadsModule(module.backbone, module.heads, OptimConfig(), guidance=[1.0, 3.0], loss=loss)
+        module = HeadsModule(module.backbone, module.heads, OptimConfig(), guidance=[1.0, 3.0], loss=loss, top_k=4)
         module.tables = {name: torch.eye(24, dtype=torch.float64) for name in module.pairs}
         module.validation_step(DataBatch(Batch.tokens, list(CAPTIONS), ["k"] * 3), 0)
         figures.append({name: metric.compute().item() for name, metric in module.means.items()})
