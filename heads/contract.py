@@ -58,6 +58,18 @@ def emu3_logits(backbone: Backbone, tokens: Tensor, prompt: str, places: Tensor)
     return logits[:, codes.to(backbone.device)]
 
 
+def lumina_logits(backbone: Backbone, tokens: Tensor, prompt: str, places: Tensor) -> Tensor:
+    """The same for Lumina-mGPT, whose class masks image logits: its own text model's output through its own LM head."""
+    vocabulary = backbone.model.config.vocabulary_map
+    letters = str.maketrans("0123456789", "ABCDEFGHIJ")
+    codes = torch.tensor([vocabulary[f"IMGIMG{c}Z".translate(letters)] for c in range(backbone.image_vocab_size)])
+    rows = torch.nn.functional.pad(codes[tokens.cpu()], (0, 1), value=vocabulary["<reserved08799>"])
+    head = backbone.prompt_ids([prompt])[0].cpu()
+    ids = torch.cat([head, rows.flatten()])[None].to(backbone.device)
+    states = backbone.model.model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    return backbone.model.lm_head(states[places.to(ids) + len(head)])[:, codes.to(ids)]
+
+
 def janus_logits(backbone: Backbone, tokens: Tensor, prompt: str, places: Tensor) -> Tensor:
     """The same for Janus-Pro, whose LM head knows no codes: its text model on ids and embedded codes, its head."""
     model, head = backbone.model, backbone.prompt_ids([prompt])[0].to(backbone.device)
@@ -70,6 +82,7 @@ def janus_logits(backbone: Backbone, tokens: Tensor, prompt: str, places: Tensor
 
 OWN_LOGITS: dict[str, Callable[[Backbone, Tensor, str, Tensor], Tensor]] = {
     "emu3": emu3_logits,
+    "lumina_mgpt": lumina_logits,
     "janus_pro": janus_logits,
 }
 """By adapter: the model's own logits, independent of the adapter."""
@@ -357,6 +370,11 @@ class Checks:
         V, (H, W), tokens = self.backbone.image_vocab_size, self.tokens.shape[1:], self.tokens[:1]
         codes, side = tokenizer.codebook_size, (H * tokenizer.patch, W * tokenizer.patch)
         wrong = [] if codes == V else [f"it has {codes} codes, the backbone {V}"]
+        if not tokenizer.decodes and not wrong:
+            shape = tuple(tokenizer.encode(torch.full((1, 3, *side), 0.5)).shape[1:])
+            figure = f"{type(tokenizer).__name__}: {codes} codes, no pixel decoder: pictures can be encoded, not shown"
+            yield Line("tokenizer", None if shape == (H, W) else False, figure, f"encode gives {shape}, not {(H, W)}")
+            return
         tokens = tokens.clamp(max=codes - 1)
         picture = tokenizer.decode(tokens)
         if picture.shape != (1, 3, *side):

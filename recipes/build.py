@@ -142,6 +142,11 @@ def build(config: TrainConfig, folder: RunFolder) -> Job:
     L.seed_everything(config.seed, verbose=False)
     devices = choose_devices(config.trainer.accelerator, config.trainer.devices)
     tokenizer = image_tokenizer(config, folder)
+    if not tokenizer.decodes and (config.sheet.images or config.evaluate.eval_every):
+        raise ValueError(
+            f"sheet.images is {config.sheet.images} and evaluate.eval_every {config.evaluate.eval_every}, but the "
+            "image tokenizer has no pixel decoder: set both to 0, or backbone.tokenizer to one that has"
+        )
     prepare_data(config, tokenizer)
     make = build_heads if config.task == "heads" else build_backbone
     backbone = make_backbone(config, tokenizer, devices[0])

@@ -19,7 +19,7 @@ class BackboneConfig:
     checkpoint: str = key(
         "emoji", "folder or hub id (org/name@revision) of the frozen backbone; emoji is the demo's own"
     )
-    adapter: str = key("", "emu3 or janus_pro; '' = what the checkpoint says")
+    adapter: str = key("", "emu3, janus_pro or lumina_mgpt; '' = what the checkpoint says")
     grid: list[int] = key(list, "[rows, columns] of image tokens; empty = what the checkpoint says")
     tokenizer: str = key("", "folder of the image tokenizer; '' = the checkpoint's own")
     codes: int = key(512, "task=backbone: size of the codebook to fit")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from recipes.plan import Counted, count, count_step, load_subject, plan, shapes
 from recipes.schema import DEFAULT, RECIPES, TrainConfig
 from recipes.speed import count_decoding, ssd_steps, tokens_per_forward
 from tests.published_janus import write_config
+from tests.published_lumina import write_lumina_config
 from tests.tiny import tiny_emu3
 
 ROOT = Path(__file__).parent.parent
@@ -366,7 +368,8 @@ class TestCommand:
         keys = [f"recipe={name}", "plan=true"]
         config = compose(TrainConfig, keys, RECIPES, DEFAULT)
         if config.task == "heads" and config.backbone.checkpoint != "emoji":
-            write = {"emu3": published, "janus_pro": write_config}[config.backbone.adapter]
+            lumina = partial(write_lumina_config, layers=4)  # seconds
+            write = {"emu3": published, "janus_pro": write_config, "lumina_mgpt": lumina}[config.backbone.adapter]
             keys += [f"backbone.checkpoint={write(tmp_path / 'model')}"]
         before = sorted(tmp_path.rglob("*"))
         begun = time.process_time()

@@ -28,9 +28,10 @@ CARD = "draftgrid.json"
 ADAPTERS = {
     "emu3": "heads.backbones.emu3:Emu3Backbone",
     "janus_pro": "heads.backbones.janus_pro:JanusProBackbone",
+    "lumina_mgpt": "heads.backbones.lumina_mgpt:LuminaBackbone",
 }
-FAMILIES = {"emu3": "emu3", "janus": "janus_pro", "multi_modality": "janus_pro"}
-"""Adapter by the model_type of config.json: published checkpoints have no card. The last is DeepSeek's own layout."""
+FAMILIES = {"emu3": "emu3", "janus": "janus_pro", "multi_modality": "janus_pro", "chameleon": "lumina_mgpt"}
+"""Adapter by config.json's model_type: published checkpoints have no card. multi_modality is DeepSeek's own layout."""
 ASSETS = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 

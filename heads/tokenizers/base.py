@@ -19,6 +19,11 @@ class ImageTokenizer(ABC):
     """Side in pixels of the pictures this tokenizer was made for."""
 
     @property
+    def decodes(self) -> bool:
+        """Whether it holds a pixel decoder; without one `decode` raises ValueError."""
+        return True
+
+    @property
     @abstractmethod
     def codebook(self) -> Tensor:
         """(K, C): one vector per code; neighbours in it are codes that look alike."""
@@ -81,27 +86,32 @@ class ImageTokenizer(ABC):
 def load_tokenizer(folder: str | Path, device: str | torch.device = "cpu") -> ImageTokenizer:
     """Load the image tokenizer saved in `folder`; the name `emoji` is the demo's own.
 
-    A folder without a tokenizer of ours but with an Emu3 or Janus checkpoint gives that checkpoint's own.
+    A folder without a tokenizer of ours but with an Emu3, Chameleon or Janus checkpoint gives that checkpoint's own;
+    Meta's vqgan.ckpt, or its folder, gives Chameleon's.
 
     Raises ValueError if the folder holds no tokenizer, one of an unknown kind, or a damaged one.
     """
     from heads.backbones.base import find_checkpoint
+    from heads.tokenizers.chameleon import CHECKPOINT, ChameleonVQ
     from heads.tokenizers.emu3 import Emu3VQ
     from heads.tokenizers.janus import JanusVQ
     from heads.tokenizers.patch_vq import PatchVQ
 
-    path = find_checkpoint(folder)
+    path = Path(folder) if Path(folder).is_file() else find_checkpoint(folder)
     if (path / "image_tokenizer").is_dir():
         path = path / "image_tokenizer"
     kinds: dict[str, type[ImageTokenizer]] = {
         "patch_vq": PatchVQ,
         "emu3": Emu3VQ,
+        "chameleon": ChameleonVQ,
         "janus": JanusVQ,
     }
     types = {t: name for name, kind in kinds.items() for t in getattr(kind, "model_types", ())}
     model_type = read_json(path / "config.json").get("model_type") if (path / "config.json").is_file() else None
     if model_type in types:
         kind = types[model_type]
+    elif path.is_file() or (path / CHECKPOINT).is_file():
+        kind = "chameleon"
     else:
         kind = read_json(path / "tokenizer_config.json").get("image_tokenizer")
     if kind not in kinds:

@@ -1,0 +1,215 @@
+"""Lumina-mGPT (Alpha-VLLM, arXiv 2408.02657): Meta's Chameleon, finetuned, through transformers' Chameleon classes.
+
+Sequence: <s>, the request as text, end of turn, image start, two size tokens (pairs of rows, then pairs of columns);
+then rows of W codes, each ended by the new-line token. h[0, 0] is the state at the second size token. Without a caption
+the sequence begins at image start, at position 0. Facts: github.com/Alpha-VLLM/Lumina-mGPT, item_processor.py (tokens)
+and inference_solver.py (unconditional branch). The class masks image logits in its forward, so logits here come from
+the states and the LM head.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.backbones.base import CARD, Backbone, ImageHead
+from heads.backbones.cache import RaggedCache
+from heads.files import read_json, write_json
+from heads.grid import TokenGrid
+from heads.weights import read_tensors
+
+PIXELS = 16
+"""Side of the square of pixels a code stands for."""
+TEMPLATE = "Generate an image of {width}x{height} according to the following prompt:\n{prompt}"
+"""The request of its public examples (generate_examples/generate.py); sizes in pixels."""
+BOS, TURN_END, IMAGE_START, ROW_END = "<s>", "<reserved08706>", "<racm3:break>", "<reserved08799>"
+SIZE = "<reserved{:05d}>"
+"""Size token of n pairs of rows or columns, with 8800 + n."""
+DROPPED = "model.vqmodel."
+"""Chameleon's picture encoder: a tokenizer (heads/tokenizers/chameleon.py) and no part of the backbone."""
+NORM = re.compile(r"\.self_attn\.[qk]_norm\.(weight|bias)$")
+
+
+class LuminaBackbone(Backbone):
+    adapter = "lumina_mgpt"
+    text: Any
+    image_ids: Tensor
+
+    def __init__(self, model: Any, processor: Any, grid: tuple[int, int] = (48, 48), name: str = "lumina_mgpt") -> None:
+        """`processor` is the text tokenizer, or a processor that holds one. Raises ValueError for an odd grid."""
+        super().__init__()
+        self.model, self.processor, self.name = model, processor, name
+        self.text = model.model
+        self.hidden_size = model.config.hidden_size
+        self.grid = TokenGrid(*grid, row_end=1)
+        if grid[0] % 2 or grid[1] % 2:
+            raise ValueError(f"grid is {grid[0]}x{grid[1]}; size tokens count pairs, so both numbers must be even")
+        words = model.config.vocabulary_map or {}
+        self._header = [IMAGE_START, *(SIZE.format(8800 + n // 2) for n in grid)]
+        lacking = [n for n in (BOS, TURN_END, ROW_END, *self._header) if n not in words]
+        if lacking:
+            raise ValueError(
+                f"{name}: config.vocabulary_map lacks {lacking}; is it a Lumina-mGPT, and grid one of its?"
+            )
+        codes = image_codes(words)
+        if not codes or sorted(codes) != list(range(len(codes))):
+            raise ValueError(f"{name}: config.vocabulary_map names {len(codes)} image tokens 'IMGIMG...Z', or has gaps")
+        self.image_vocab_size, self._words = len(codes), words
+        ids = torch.tensor([codes[c] for c in range(len(codes))])
+        self.register_buffer("image_ids", ids, persistent=False)
+        # The published vocabulary lists codes in order, so image rows are one slice, a view and no copy.
+        first = int(ids[0])
+        self._rows = slice(first, first + len(ids)) if torch.equal(ids, torch.arange(len(ids)) + first) else None
+        self.image_head = ImageHead(model.lm_head.weight, ids if self._rows is None else self._rows)
+
+    @classmethod
+    def from_model(cls, model: Any, processor: Any, **settings: Any) -> "LuminaBackbone":
+        """Wrap a model the caller already holds (finetuned, quantised); it is frozen and put in eval mode."""
+        backbone = cls(model, processor, **settings)
+        backbone.freeze()
+        return backbone
+
+    @classmethod
+    def from_pretrained(cls, folder: Path, dtype: torch.dtype | None = None, **settings: Any) -> "LuminaBackbone":
+        """Raises ValueError naming a key the weights lack, have too many or in another shape."""
+        from safetensors import SafetensorError
+        from transformers import ChameleonForConditionalGeneration
+        from transformers.utils import logging
+
+        kind = read_json(folder / "config.json").get("model_type")
+        if kind != "chameleon":
+            raise ValueError(f"{folder}/config.json: model_type is {kind!r}, not 'chameleon', Lumina-mGPT's")
+        logging.disable_progress_bar()
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # what it would warn of is raised below
+        try:
+            loaded: Any = ChameleonForConditionalGeneration.from_pretrained(
+                folder,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,
+            )
+            model, info = loaded
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"no sound weights in {folder}: {str(error).splitlines()[0]}") from None
+        finally:
+            logging.set_verbosity(verbosity)
+        left = expand_norms(model, folder, [name for name, *_ in info["mismatched_keys"]])
+        missing = sorted(k for k in info["missing_keys"] if not k.startswith(DROPPED))
+        wrong = sorted(k for k in [*info["unexpected_keys"], *left] if not k.startswith(DROPPED))
+        if missing or wrong:
+            raise ValueError(
+                f"{folder}: weights lack {missing[:3] or 'nothing'} and have unknown or misshapen {wrong[:3]}"
+            )
+        cls.lighten(model)
+        return cls(model, load_text_tokenizer(folder), **{"name": folder.name, **settings})
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Weights (norms expanded, no picture encoder), tokenizer files and draftgrid.json."""
+        folder = Path(folder)
+        state = {k: v for k, v in self.model.state_dict().items() if not k.startswith(DROPPED)}
+        self.model.save_pretrained(folder, state_dict=state)
+        self.processor.save_pretrained(folder)
+        write_json(folder / CARD, {"adapter": self.adapter, "grid": [self.grid.height, self.grid.width]})
+
+    @property
+    def layers(self) -> int:
+        return self.model.config.num_hidden_layers
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.text.layers)
+
+    def prompt_ids(self, prompts: Sequence[str | None]) -> list[Tensor]:
+        header = [self._words[name] for name in self._header]
+        return [torch.tensor(header if p is None else self._request(p) + header) for p in prompts]
+
+    def _request(self, prompt: str) -> list[int]:
+        width, height = self.grid.width * PIXELS, self.grid.height * PIXELS
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        text = TEMPLATE.format(width=width, height=height, prompt=prompt) + TURN_END
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if ids[-1] != self._words[TURN_END]:
+            raise ValueError(f"{self.name}: its tokenizer reads {TURN_END} as {ids[-1]}, not {self._words[TURN_END]}")
+        return [self._words[BOS], *ids]  # config.bos_token_id is another token's in the published checkpoints
+
+    def structure_ids(self) -> list[int]:
+        return [self._words[ROW_END]]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.text.embed_tokens(tokens + self._rows.start if self._rows else self.image_ids[tokens])
+
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        return self.text.embed_tokens(ids)
+
+    def trunk(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache | None) -> Tensor:
+        if cache is not None:
+            return self._layers(embeds, positions, mask, cache)
+        kept: list[Tensor] = []
+        hook = self.text.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+        try:
+            self.text(inputs_embeds=embeds, position_ids=positions, attention_mask=mask, use_cache=False)
+        finally:
+            hook.remove()
+        (h,) = kept
+        return h
+
+    def _layers(self, h: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
+        """The text model's layers without its norm, under our own mask, and without a hook: one graph to compile."""
+        rotary = self.text.rotary_emb(h, position_ids=positions)
+        keys = {"attention_mask": mask, "position_ids": positions, "cache": cache, "position_embeddings": rotary}
+        for layer in self.text.layers:
+            (h,) = layer(h, use_cache=True, **keys)
+        return h
+
+    def norm(self, h: Tensor) -> Tensor:
+        return self.text.norm(h)
+
+    def project(self, h: Tensor) -> Tensor:
+        return self.image_head(h)
+
+    def identity(self) -> dict[str, Tensor]:
+        rows = self._rows or self.image_ids
+        return {
+            "embedding": self.text.embed_tokens.weight[rows],
+            "image_head": self.model.lm_head.weight[rows],
+            "final_norm": self.text.norm.weight,
+        }
+
+
+def image_codes(words: dict[str, int]) -> dict[int, int]:
+    """code -> vocabulary id, of the names 'IMGIMG', the code's decimal digits as letters A..J, 'Z'."""
+    digits = str.maketrans("ABCDEFGHIJ", "0123456789")
+    found = ((re.fullmatch(r"IMGIMG([A-J]+)Z", name), id) for name, id in words.items())
+    return {int(name[1].translate(digits)): id for name, id in found if name}
+
+
+@torch.no_grad()
+def expand_norms(model: Any, folder: Path, names: list[str]) -> list[str]:
+    """Give every head its q_norm and k_norm, which checkpoints keep once per model-parallel rank: (1, head_dim) in the
+    7B. Fills those of `names` for which that works, and returns the others."""
+    wanted = {name for name in names if NORM.search(name)}
+    stored = read_tensors(folder, wanted.__contains__) if wanted else {}
+    parameters, left = dict(model.named_parameters()), []
+    for name in names:
+        rows, own = parameters[name], stored.get(name)
+        if own is None or own.ndim != 2 or own.shape[1] != rows.shape[1] or rows.shape[0] % own.shape[0]:
+            left.append(name)
+        else:
+            rows.copy_(own.repeat_interleave(rows.shape[0] // own.shape[0], dim=0))
+    return left
+
+
+def load_text_tokenizer(folder: Path) -> Any:
+    """tokenizer.json as it is. AutoTokenizer would follow tokenizer_config.json to a class with rules of its own."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"{folder} has no tokenizer.json; those of Alpha-VLLM/Lumina-mGPT-7B-768 serve the whole family"
+        )
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)

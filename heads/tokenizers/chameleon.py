@@ -1,0 +1,206 @@
+"""Chameleon's picture tokenizer (Meta, arXiv 2405.09818), which Lumina-mGPT speaks too: 8192 codes of 16 x 16 pixels.
+
+Read from Meta's own release (vqgan.ckpt with vqgan.yaml, in its folder tokenizer/), which encodes and draws, or from a
+Chameleon checkpoint of transformers, which has no pixel decoder and encodes only, until vqgan.ckpt lies beside it. The
+published Lumina-mGPT checkpoints have neither.
+"""
+
+import hashlib
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from heads.files import atomic, read_json, write_json
+from heads.tokenizers.base import ImageTokenizer
+from heads.tokenizers.patch_vq import nearest
+from heads.tokenizers.vqgan import VQGAN, Sizes, new_vqgan
+from heads.weights import read_tensors
+
+CHECKPOINT, YAML = "vqgan.ckpt", "vqgan.yaml"
+PREFIX = "vqmodel."
+ADVICE = (
+    f"set tokenizer (in a recipe backbone.tokenizer) to the folder of {CHECKPOINT} and {YAML}, tokenizer/ of Meta's "
+    "Chameleon release"
+)
+META = {
+    "channels": "ch",
+    "multipliers": "ch_mult",
+    "blocks": "num_res_blocks",
+    "latent": "z_channels",
+    "codes": "n_embed",
+    "code_size": "embed_dim",
+    "attention": "attn_resolutions",
+}
+"""What vqgan.yaml calls our sizes, and below what transformers does; a name not listed is the same."""
+TRANSFORMERS = {
+    **META,
+    "channels": "base_channels",
+    "multipliers": "channel_multiplier",
+    "latent": "latent_channels",
+    "codes": "num_embeddings",
+}
+State = dict[str, Tensor]
+
+
+class ChameleonVQ(ImageTokenizer):
+    model_types = ("chameleon", "chameleon_vqgan")
+
+    def __init__(self, model: VQGAN, mean: list[float], std: list[float], image_size: int) -> None:
+        """`mean` and `std` per channel: what pictures in [0, 1] are normalised with; 0.5 is Meta's own."""
+        self.model, self.image_size, self.patch = model, image_size, model.sizes.patch
+        self.mean, self.std = (torch.tensor(x).view(3, 1, 1) for x in (mean, std))
+
+    @property
+    def codebook(self) -> Tensor:
+        return self.model.quantize.embedding.weight
+
+    @property
+    def decodes(self) -> bool:
+        return self.model.decoder is not None
+
+    @property
+    def fingerprint(self) -> str:
+        """The encoder's last weights and the normalisation decide about the codes too; the decoder does not."""
+        digest = hashlib.sha256(super().fingerprint.encode())
+        for tensor in (self.mean, self.std, *self.model.quant_conv.parameters()):
+            digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def to(self, device: str | torch.device) -> "ChameleonVQ":
+        self.model.to(device)
+        self.mean, self.std = self.mean.to(device), self.std.to(device)
+        return self
+
+    @torch.inference_mode()
+    def encode(self, images: Tensor) -> Tensor:
+        if images.shape[-1] % self.patch or images.shape[-2] % self.patch:
+            raise ValueError(
+                f"picture of {tuple(images.shape[-2:])} pixels does not divide into {self.patch}x{self.patch}"
+            )
+        latents = self.model.latents((images.to(self.mean) - self.mean) / self.std)
+        return nearest(latents.flatten(0, 2), self.codebook).view(latents.shape[:3])
+
+    @torch.inference_mode()
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Raises ValueError, saying what to set, if there is no pixel decoder."""
+        if not self.decodes:
+            raise ValueError(f"this image tokenizer has no pixel decoder and only encodes: {ADVICE}")
+        return (self.model.draw(tokens.to(self.mean.device)) / 2 + 0.5).clamp(0, 1)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        from safetensors.torch import save
+
+        folder, sizes = Path(folder), asdict(self.model.sizes)
+        with atomic(folder / "model.safetensors") as temporary:
+            state = {k: v.contiguous() for k, v in self.model.state_dict().items()}
+            temporary.write_bytes(save(state, metadata={"format": "pt"}))
+        config = {"model_type": "chameleon_vqgan", **{TRANSFORMERS.get(k, k): v for k, v in sizes.items()}}
+        write_json(folder / "config.json", config)
+        mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
+        size = {"height": self.image_size, "width": self.image_size}
+        processor = {"image_mean": mean, "image_std": std, "rescale_factor": 1 / 255, "size": size}
+        write_json(folder / "preprocessor_config.json", processor)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, decoder: str | Path | None = None) -> "ChameleonVQ":
+        """`folder` is one of the two kinds above, or vqgan.ckpt itself; `decoder` is vqgan.ckpt or its folder.
+
+        Raises ValueError if weights are absent, lack a key, have one too many or another size, and if the decoder
+        belongs to another codebook.
+        """
+        folder = Path(folder)
+        if not (folder / "config.json").is_file():
+            sizes, state = read_release(folder)
+            return cls(fill(new_vqgan(sizes), state, folder), [0.5] * 3, [0.5] * 3, sizes.resolution)
+        config = read_json(folder / "config.json")
+        whole = config["model_type"] == "chameleon"
+        sizes = sizes_of(config.get("vq_config") or {} if whole else config, TRANSFORMERS)
+        state = read_tensors(folder, lambda name: not whole or PREFIX in name)
+        state = {name.partition(PREFIX)[2] if whole else name: tensor for name, tensor in state.items()}
+        if not state:
+            raise ValueError(f"{folder} holds no weights of a picture tokenizer ({PREFIX}...): {ADVICE}")
+        if decoder is None and (folder / CHECKPOINT).is_file():
+            decoder = folder
+        if decoder is not None:
+            state |= decoder_of(Path(decoder), state)
+        pixels = any(name.startswith("decoder.") for name in state)
+        mean, std, side = normalisation(folder, sizes.resolution)
+        card = read_json(folder / "draftgrid.json") if (folder / "draftgrid.json").is_file() else {}
+        side = card["grid"][0] * sizes.patch if "grid" in card else side
+        return cls(fill(new_vqgan(sizes, pixels), state, folder), mean, std, side)
+
+
+def sizes_of(config: dict[str, Any], names: dict[str, str]) -> Sizes:
+    """Raises ValueError for a kind of VQGAN that Chameleon's is not."""
+    if config.get("double_z") or config.get("double_latent"):
+        raise ValueError("a VQGAN with double_z (double_latent) true is not Chameleon's")
+    named = {field.name: names.get(field.name, field.name) for field in fields(Sizes)}
+    # transformers leaves out what equals its defaults, and has null for no attention.
+    found: dict[str, Any] = {ours: config[theirs] for ours, theirs in named.items() if config.get(theirs) is not None}
+    return Sizes(**found)
+
+
+def read_release(path: Path) -> tuple[Sizes, State]:
+    """vqgan.ckpt, or the folder it lies in beside vqgan.yaml. Raises ValueError."""
+    file = path / CHECKPOINT if path.is_dir() else path
+    described = file.with_name(YAML)
+    for needed in (file, described):
+        if not needed.is_file():
+            raise ValueError(f"{needed} is missing: {ADVICE}")
+    try:
+        params = yaml.safe_load(described.read_text())["model"]["params"]
+        sizes = sizes_of(params | params["ddconfig"], META)
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        raise ValueError(f"{described} does not describe a VQGAN: {' '.join(repr(error).split())}") from None
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)["state_dict"]
+    except Exception as error:  # torch raises what its unpickler and its zip reader raise
+        raise ValueError(f"{file} cannot be read as a checkpoint of tensors: {str(error).splitlines()[0]}") from None
+    return sizes, {k: v for k, v in state.items() if not k.startswith("loss.")}  # what only its training needs
+
+
+def decoder_of(path: Path, encoder: State) -> State:
+    """The pixel decoder out of Meta's release. Raises ValueError if it draws the codes of another codebook."""
+    state, name = read_release(path)[1], "quantize.embedding.weight"
+    ours, theirs = encoder.get(name), state.get(name)
+    if (
+        ours is None
+        or theirs is None
+        or ours.shape != theirs.shape
+        or not torch.equal(ours.bfloat16(), theirs.bfloat16())
+    ):
+        raise ValueError(f"the pixel decoder in {path} was trained for another codebook than this tokenizer's")
+    return {k: v for k, v in state.items() if k.startswith(("decoder.", "post_quant_conv."))}
+
+
+def normalisation(folder: Path, side: int) -> tuple[list[float], list[float], int]:
+    """(mean, std, side) of pictures in [0, 1], as the checkpoint's preprocessor has them; `side` if it says none.
+
+    transformers' own multiply 0..255 by .0078 and subtract 1, where Meta's code maps to exactly -1..1.
+    """
+    mean, std, scale = [0.5] * 3, [0.5] * 3, 1.0
+    # Published checkpoints have them in the first, those that transformers 5 writes in the second, which wins.
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder / name).is_file():
+            found = read_json(folder / name)
+            found = found.get("image_processor", found)
+            if "image_mean" in found:
+                mean, std, scale = found["image_mean"], found["image_std"], 255 * found.get("rescale_factor", 1 / 255)
+            size = found.get("crop_size") or found.get("size") or {}
+            side = size.get("height") or size.get("shortest_edge") or side
+    return [m / scale for m in mean], [s / scale for s in std], side
+
+
+def fill(model: VQGAN, state: State, folder: Path) -> VQGAN:
+    """Assign the weights. Raises ValueError naming what does not fit."""
+    try:
+        missing, unknown = model.load_state_dict({k: v.float() for k, v in state.items()}, strict=False, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{folder}: weights do not have the sizes described: {' '.join(str(error).split())}") from None
+    if missing or unknown:
+        raise ValueError(f"{folder}: picture tokenizer lacks {missing[:3]} and has unknown {unknown[:3]}")
+    return model.requires_grad_(False)
