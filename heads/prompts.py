@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # nobody changes one, but Lightning moves no batch that holds a frozen dataclass
 class Unconditional:
     """The unconditional twin of a caption: what guidance compares the caption with, and what a dropped one becomes.
 
