@@ -20,6 +20,9 @@ def run(config: TrainConfig) -> None:
         from recipes.plan import show
 
         return show(config)
+    from recipes.ready import check_machine
+
+    check_machine(config)
     from heads import ranks
     from heads.run_folder import RunFolder
     from heads.saving import Stopped

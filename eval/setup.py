@@ -32,8 +32,9 @@ class EvalConfig:
     heads: str = key(
         "auto", "folders or hub ids of exported heads, one per kind, a,b; auto = the demo's; '' = none (AR needs none)"
     )
-    backbone: str = key("emoji", "folder of the backbone; emoji is the demo's own")
-    adapter: str = key("", "the backbone's adapter; '' = what its draftgrid.json says")
+    backbone: str = key("emoji", "folder or hub id (org/name@revision) of the backbone; emoji is the demo's own")
+    local_files_only: bool = key(False, "ask the hub's cache on this machine alone, never the hub")
+    adapter: str = key("", "the backbone's adapter; '' = what the checkpoint says")
     grid: list[int] = key(list, "[rows, columns]; empty = what the checkpoint says")
     tokenizer: str = key("", "folder of the image tokenizer; '' = the backbone's own")
     prompts: str = key("emoji:test", "text file of prompts (one a line), or emoji:train|validation|test")
@@ -122,9 +123,12 @@ def load(config: EvalConfig, decoders: Sequence[Decoder]) -> Loaded:
         config.heads = demo_heads(decoders)
     folders = find_heads(config.heads, decoders)
     grid = (config.grid[0], config.grid[1]) if config.grid else None
-    backbone = load_backbone(config.backbone, adapter=config.adapter or None, grid=grid, device=device)
+    local = config.local_files_only
+    backbone = load_backbone(
+        config.backbone, adapter=config.adapter or None, grid=grid, device=device, local_files_only=local
+    )
     heads = {kind: MTPHeads.from_pretrained(folder, backbone) for kind, folder in folders.items()}
-    tokenizer = load_tokenizer(config.tokenizer or config.backbone)
+    tokenizer = load_tokenizer(config.tokenizer or config.backbone, local_files_only=local)
     backbone.check_codes(tokenizer.codebook_size)
     if config.compile:
         backbone.compile_decoding()

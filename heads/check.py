@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from heads.backbones import Backbone, load_backbone, resolve_checkpoint
+from heads.backbones import Backbone, load_backbone
+from heads.backbones.loading import find_checkpoint
 from heads.cli import key, main, nearest
 from heads.contract import DTYPES, SINGLES, Checks, Line
 from heads.device import pick_device
@@ -24,11 +25,11 @@ from heads.tokenizers import ImageTokenizer, load_tokenizer
 
 @dataclass
 class CheckConfig:
-    backbone: str = key("emoji", "folder of the backbone; emoji is the demo's own")
-    adapter: str = key("", "the backbone's adapter; '' = what its draftgrid.json says")
+    backbone: str = key("emoji", "folder or hub id of the backbone; emoji is the demo's own")
+    adapter: str = key("", "the backbone's adapter; '' = what the checkpoint says")
     grid: list[int] = key(list, "[rows, columns]; empty = what the checkpoint says")
     tokenizer: str = key("", "folder of the image tokenizer; '' = the backbone's own")
-    dtype: str = key("auto", f"{', '.join(DTYPES)}; auto = float32 on a CPU, the checkpoint's own on a GPU")
+    dtype: str = key("auto", f"{', '.join(DTYPES)}; auto = float32 on a CPU, bfloat16 on a GPU")
     device: str = key("auto", "auto, cpu, cuda, cuda:1, ...")
     rows: int = key(0, "rows of the grid read token by token; 0 = as many as hold about 300 tokens")
     seed: int = key(0, "of the random image tokens")
@@ -65,7 +66,7 @@ def check(
 
 def open_tokenizer(config: CheckConfig) -> tuple[ImageTokenizer | None, str]:
     """(tokenizer, '') or (None, why there is none). Raises ValueError if one is named or there, and does not load."""
-    place: Path = resolve_checkpoint(config.tokenizer or config.backbone)
+    place: Path = find_checkpoint(config.tokenizer or config.backbone, part="vqmodel.")
     try:
         return load_tokenizer(place), ""
     except ValueError as error:

@@ -55,6 +55,8 @@ def model_card(heads: MTPHeads, checkpoint: dict[str, Any], recipe: dict[str, An
         if f"acceptance/{name}" in figures
     ]
     data = recipe.get("data", {})
+    place = recipe.get("backbone", {}).get("checkpoint") or owner.name
+    at = f', revision="{owner.revision}"' if owner.revision else ""
     return "\n".join(
         [
             "---",
@@ -69,7 +71,7 @@ def model_card(heads: MTPHeads, checkpoint: dict[str, Any], recipe: dict[str, An
             "",
             "```python",
             "from heads import MTPHeads, load_backbone",
-            f'backbone = load_backbone("{recipe.get("backbone", {}).get("checkpoint") or owner.name}")',
+            f'backbone = load_backbone("{place}"{at})',
             'heads = MTPHeads.from_pretrained("this folder", backbone)',
             "```",
             "",

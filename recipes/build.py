@@ -35,6 +35,7 @@ HOW = (
     "out",
     "plan",
     "assume",
+    "backbone.local_files_only",
     "data.workers",
     "data.cache",
     "data.cache_gb",
@@ -92,14 +93,15 @@ def shrink(config: TrainConfig) -> None:
     config.data.copies, config.sheet.images = 1, min(config.sheet.images, 2)
     config.evaluate.eval_every = min(config.evaluate.eval_every, 2)
     config.evaluate.images = min(config.evaluate.images, 2)
-    config.data.dir += "_smoke"
+    if config.data.source:  # else the shards are there, and encoded they would be anew
+        config.data.dir += "_smoke"
 
 
 def image_tokenizer(config: TrainConfig, folder: RunFolder) -> ImageTokenizer:
     """The checkpoint's own; for task=backbone one fitted on the training pictures, kept in the run folder."""
     b = config.backbone
     if config.task == "heads" or b.tokenizer:
-        return load_tokenizer(b.tokenizer or b.checkpoint)
+        return load_tokenizer(b.tokenizer or b.place, local_files_only=b.local_files_only)
     path = folder.path / "image_tokenizer"
     if rank_zero() and not (path / "tokenizer_config.json").is_file():
         source = open_source(config.data.source)
@@ -167,8 +169,13 @@ def make_backbone(config: TrainConfig, tokenizer: ImageTokenizer, accelerator: s
     if config.task == "heads":
         # A frozen model gains nothing from fp32 where the arithmetic is bf16: half the memory.
         half = accelerator == "gpu" and choose_precision(config.trainer.precision, accelerator) != "32-true"
-        dtype = torch.bfloat16 if half else None
-        return load_backbone(b.checkpoint, adapter=b.adapter or None, grid=tuple(b.grid) or None, dtype=dtype)  # type: ignore[arg-type]
+        return load_backbone(
+            b.place,
+            adapter=b.adapter or None,
+            grid=(b.grid[0], b.grid[1]) if b.grid else None,
+            dtype=torch.bfloat16 if half else torch.float32,
+            local_files_only=b.local_files_only,
+        )
     from heads.backbones.emu3_new import new_emu3
 
     source = open_source(config.data.source)
@@ -249,7 +256,7 @@ def how_to(config: TrainConfig, folder: RunFolder, out: Path) -> str:
             *lines,
             "",
             "    from heads import MTPHeads, load_backbone",
-            f'    backbone = load_backbone("{config.backbone.checkpoint}")',
+            f'    backbone = load_backbone("{config.backbone.place}")',
             f'    heads = MTPHeads.from_pretrained("{out}", backbone)',
             "",
         ]

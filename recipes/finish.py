@@ -76,7 +76,8 @@ def sheet(heads: Path, config: TrainConfig, folder: RunFolder) -> None:
     s = config.sheet
     settings = EvalConfig(
         heads=str(heads),
-        backbone=config.backbone.checkpoint,
+        backbone=config.backbone.place,
+        local_files_only=config.backbone.local_files_only,
         adapter=config.backbone.adapter,
         grid=config.backbone.grid,
         tokenizer=config.backbone.tokenizer,

@@ -1,11 +1,11 @@
 """What a recipe will need, before anything is loaded: `python train.py recipe=NAME plan=true`.
 
-The checkpoint's config.json is all that is read. The training code runs once on tensors without data (heads.meter), so
-parameters, activations and FLOPs are counted and not estimated; what a rank holds by strategy is arithmetic
-(heads.memory); seconds and speed-ups follow from the stated machine and are estimates.
+The checkpoint's config.json is all that is read, and of a published one on the hub not even that. The training code
+runs once on tensors without data (heads.meter), so parameters, activations and FLOPs are counted and not estimated;
+what a rank holds by strategy is arithmetic (heads.memory); seconds and speed-ups follow from the stated machine and are
+estimates.
 """
 
-import importlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.backbones.base import ADAPTERS, Backbone, find_checkpoint, read_card, shipped
+from heads.backbones.base import Backbone
+from heads.backbones.loading import ADAPTERS, FAMILIES, family, find_checkpoint, read_card, shipped
+from heads.backbones.published import PUBLISHED
 from heads.config import LossConfig
 from heads.files import read_json
 from heads.memory import STRATEGIES, Held, Layout, Shape, Tensors, held, layout
@@ -24,7 +26,7 @@ from heads.meter import Meter, fake_gradients, fakes, make_fake
 from heads.module import BackboneModule, HeadsModule
 from heads.mtp import MTPHeads, TrainedOn, kind_of
 from heads.ranks import rank_zero
-from recipes.schema import TrainConfig
+from recipes.schema import BackboneConfig, TrainConfig
 from recipes.speed import count_decoding
 
 
@@ -88,45 +90,51 @@ def load_subject(config: TrainConfig) -> Subject:
     if config.task == "backbone":
         return _new_backbone(config)
     b = config.backbone
-    try:
-        path = find_checkpoint(b.checkpoint, local_files_only=True)
-        read_json(path / "config.json")
-    except ValueError:
-        raise ValueError(
-            f"backbone.checkpoint is {b.checkpoint!r}, where no config.json is; the plan needs that file alone: set "
-            f"backbone.checkpoint to the folder it lies in, or to {' or '.join(shipped())}"
-        ) from None
-    card = read_card(path)
+    found, card, name = _description(b)
     adapter = b.adapter or card.get("adapter")
     if adapter not in ADAPTERS:
         raise ValueError(f"backbone.adapter is {adapter!r}; set it to one of {', '.join(ADAPTERS)}")
-    module, _, name = ADAPTERS[adapter].partition(":")
     grid = b.grid or card.get("grid")
-    model, family = _meta_model(path), getattr(importlib.import_module(module), name)
+    model, kind = _meta_model(found, name), family(adapter, name)
     whole = count(model)
-    family.lighten(model)
+    kind.lighten(model)
     settings = {"grid": tuple(grid)} if grid else {}
-    backbone = family(model, None, name=path.name, **settings)
+    backbone = kind(model, None, name=name, **settings)  # type: ignore[call-arg]
     size = (backbone.grid.height, backbone.grid.width)
     config.heads.check()
     with torch.device("meta"):
-        heads = kind_of(config.heads.kind)(config.heads, TrainedOn(path.name, "", backbone.hidden_size, size))  # type: ignore[call-arg]
+        heads = kind_of(config.heads.kind)(config.heads, TrainedOn(name, "", backbone.hidden_size, size))  # type: ignore[call-arg]
     lightning = HeadsModule(backbone, heads, config.optim, {}, [1.0], config.loss)
     return Subject(backbone, heads, lightning, whole - count(model))
 
 
-def _meta_model(path: Any) -> Any:
+def _description(b: BackboneConfig) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """(config.json, card, name) of the checkpoint; of a hub id that is not on this machine what is known of it."""
+    try:
+        path = find_checkpoint(b.place, local_files_only=True, part=None)
+        return read_json(path / "config.json"), read_card(path), path.name
+    except ValueError:
+        if b.checkpoint in PUBLISHED:
+            config = PUBLISHED[b.checkpoint]()
+            return config, {"adapter": FAMILIES[config["model_type"]]}, b.checkpoint
+        raise ValueError(
+            f"backbone.checkpoint is {b.place!r}, where no config.json is; the plan needs that file alone: set "
+            f"backbone.checkpoint to the folder it lies in, or to {' or '.join([*shipped(), *PUBLISHED])}"
+        ) from None
+
+
+def _meta_model(config: dict[str, Any], where: str) -> Any:
     """transformers' own class on the meta device."""
     import transformers
 
     try:
-        found = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        family = getattr(transformers, (found.architectures or ["?"])[0])
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        found = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        kind = getattr(transformers, (found.architectures or ["?"])[0])
+    except (ValueError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise ValueError(f"{path}/config.json names no model transformers knows: {reason}") from None
+        raise ValueError(f"{where}: config.json names no model transformers knows: {reason}") from None
     with torch.device("meta"):
-        return family(found).requires_grad_(False)
+        return kind(found).requires_grad_(False)
 
 
 def _new_backbone(config: TrainConfig) -> Subject:

@@ -1,5 +1,6 @@
 """Every key a recipe or `train.py key=value` may set, with its default and meaning. An unknown key is an error."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,14 +17,29 @@ PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true")
 
 @dataclass
 class BackboneConfig:
-    checkpoint: str = key(
-        "emoji", "folder or hub id (org/name@revision) of the frozen backbone; emoji is the demo's own"
-    )
+    checkpoint: str = key("emoji", "folder or hub id (org/name) of the frozen backbone; emoji is the demo's own")
+    revision: str = key("", "of a hub id: branch, tag or commit; '' = the main branch")
+    local_files_only: bool = key(False, "ask the hub's cache on this machine alone, never the hub")
     adapter: str = key("", "emu3, janus_pro or lumina_mgpt; '' = what the checkpoint says")
     grid: list[int] = key(list, "[rows, columns] of image tokens; empty = what the checkpoint says")
     tokenizer: str = key("", "folder of the image tokenizer; '' = the checkpoint's own")
     codes: int = key(512, "task=backbone: size of the codebook to fit")
     size: Emu3Size = field(default_factory=Emu3Size)
+
+    @property
+    def place(self) -> str:
+        """The checkpoint as everything that loads takes it: a folder, `emoji`, org/name or org/name@revision."""
+        return f"{self.checkpoint}@{self.revision}" if self.revision else self.checkpoint
+
+    def check(self) -> None:
+        """Raises ValueError naming the field."""
+        if self.grid and (len(self.grid) != 2 or min(self.grid) < 1):
+            raise ValueError(f"backbone.grid is {self.grid}; use [rows, columns]")
+        if self.revision and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.checkpoint):
+            raise ValueError(
+                f"backbone.revision is {self.revision!r}, but backbone.checkpoint {self.checkpoint!r} is no hub id "
+                "like org/name, which alone has revisions"
+            )
 
 
 @dataclass
@@ -133,9 +149,7 @@ class TrainConfig:
             raise ValueError(f"sheet.images is {self.sheet.images}; use 0 (none) or more")
         if self.sheet.rounds < 0:
             raise ValueError(f"sheet.rounds is {self.sheet.rounds}; use 0 (draft only) or more")
-        if self.backbone.grid and (len(self.backbone.grid) != 2 or min(self.backbone.grid) < 1):
-            raise ValueError(f"backbone.grid is {self.backbone.grid}; use [rows, columns]")
-        for part in (self.data, self.heads, self.loss, self.optim, self.decoding, self.assume):
+        for part in (self.backbone, self.data, self.heads, self.loss, self.optim, self.decoding, self.assume):
             part.check()
         self.evaluate.check(self.heads.kind)
         if self.evaluate.eval_every and self.task == "backbone":

@@ -213,7 +213,7 @@ class TestLoading:
         with pytest.raises(ValueError, match="neither a folder nor a shipped checkpoint"):
             load_backbone("no-such-model")
         (tmp_path / "empty").mkdir()
-        with pytest.raises(ValueError, match="adapter is None; known: emu3"):
+        with pytest.raises(ValueError, match=r"config\.json says of no family; set adapter to one of emu3, janus_pro"):
             load_backbone(tmp_path / "empty")
         with pytest.raises(ValueError, match="no Emu3 checkpoint in"):
             load_backbone(tmp_path / "empty", adapter="emu3")

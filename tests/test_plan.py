@@ -31,6 +31,8 @@ from heads.mtp import new_heads
 from recipes.plan import Counted, count, count_step, load_subject, plan, shapes
 from recipes.schema import DEFAULT, RECIPES, TrainConfig
 from recipes.speed import count_decoding, ssd_steps, tokens_per_forward
+from tests.published_emu3 import FULL
+from tests.published_emu3 import write_config as write_emu3_config
 from tests.published_janus import write_config
 from tests.published_lumina import write_lumina_config
 from tests.tiny import tiny_emu3
@@ -369,7 +371,8 @@ class TestCommand:
         config = compose(TrainConfig, keys, RECIPES, DEFAULT)
         if config.task == "heads" and config.backbone.checkpoint != "emoji":
             lumina = partial(write_lumina_config, layers=4)  # seconds
-            write = {"emu3": published, "janus_pro": write_config, "lumina_mgpt": lumina}[config.backbone.adapter]
+            emu3 = partial(write_emu3_config, size=FULL | {"layers": 4})
+            write = {"emu3": emu3, "janus_pro": write_config, "lumina_mgpt": lumina}[config.backbone.adapter]
             keys += [f"backbone.checkpoint={write(tmp_path / 'model')}"]
         before = sorted(tmp_path.rglob("*"))
         begun = time.process_time()

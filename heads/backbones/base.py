@@ -6,34 +6,22 @@ Image tokens are codes 0..V-1 everywhere outside an adapter; only adapters know 
 """
 
 import hashlib
-import importlib
-import re
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from heads.backbones.cache import RaggedCache
-from heads.files import read_json
 from heads.grid import TokenGrid
 from heads.prompts import Prompt, twins
-from heads.weights import fetch
 
 CARD = "draftgrid.json"
 """A file beside the weights that names the adapter, the grid and the unconditional prompt of a checkpoint."""
-ADAPTERS = {
-    "emu3": "heads.backbones.emu3:Emu3Backbone",
-    "janus_pro": "heads.backbones.janus_pro:JanusProBackbone",
-    "lumina_mgpt": "heads.backbones.lumina_mgpt:LuminaBackbone",
-}
-FAMILIES = {"emu3": "emu3", "janus": "janus_pro", "multi_modality": "janus_pro", "chameleon": "lumina_mgpt"}
-"""Adapter by config.json's model_type: published checkpoints have no card. multi_modality is DeepSeek's own layout."""
-ASSETS = Path(__file__).parent.parent / "assets"
-HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
 @dataclass
@@ -70,7 +58,8 @@ class ImageHead(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         """(..., D) -> (..., V)."""
         rows = self.weight[self.index if self.rows is None else self.rows]
-        return nn.functional.linear(h, rows.to(h.dtype))
+        # The weight may lie on another device than h, where a device map spread the model.
+        return nn.functional.linear(h.to(rows.device), rows.to(h.dtype)).to(h.device)
 
 
 class Backbone(nn.Module, ABC):
@@ -205,7 +194,7 @@ class Backbone(nn.Module, ABC):
         for b, prompt in enumerate(ids):
             embeds[b, : lengths[b]] = self.embed_ids(prompt.to(self.device))
             embeds[b, lengths[b] : lengths[b] + slots] = picture[b]
-        out = self.trunk(embeds, torch.arange(R, device=self.device)[None], None, None)
+        out = self.trunk(embeds, torch.arange(R, device=self.device)[None], None, None).to(self.device)
         start = torch.tensor(lengths, device=self.device)[:, None] - 1
         where = start + self.grid.image_slots().to(self.device)
         h = out.gather(1, where[..., None].expand(-1, -1, out.shape[-1]))
@@ -255,7 +244,7 @@ class Backbone(nn.Module, ABC):
         for r, prompt in enumerate(ids):
             embeds[r, : lengths[r]] = self.embed_ids(prompt.to(self.device))
         positions = cache.aim([0] * len(rows), longest, self.device)
-        h = self.trunk(embeds, positions, cache.mask(positions, self.dtype), cache)
+        h = self.trunk(embeds, positions, cache.mask(positions, self.dtype), cache).to(self.device)
         last = torch.tensor(lengths, device=self.device) - 1
         h = h[torch.arange(len(rows), device=self.device), last]
         G = len(rows) // len(prompts)
@@ -281,7 +270,7 @@ class Backbone(nn.Module, ABC):
         where = [p + begin[r % B] for r, p in enumerate(state.prompt_lengths)]
         positions = state.cache.aim(where, S, self.device)
         mask = state.cache.mask(positions, self.dtype)
-        h = self.step(embeds if G == 1 else embeds.repeat(G, 1, 1), positions, mask, state.cache)
+        h = self.step(embeds if G == 1 else embeds.repeat(G, 1, 1), positions, mask, state.cache).to(self.device)
         state.slots = end
         if S > L:
             position = torch.tensor(first, device=self.device)[:, None] + torch.arange(1, L + 1, device=self.device)
@@ -319,68 +308,26 @@ class Backbone(nn.Module, ABC):
         """Transformer layers, one cache entry each."""
 
     @classmethod
+    def from_model(cls, model: Any, processor: Any, **settings: Any) -> Self:
+        """Wrap a model the caller already holds (finetuned, quantised); it is frozen and put in eval mode.
+
+        `Backbone.from_model` finds the adapter by the model's config.model_type. `settings` are the adapter's: grid,
+        name, ... Raises ValueError for a model of no known family.
+        """
+        if inspect.isabstract(cls):
+            from heads.backbones.loading import family_of
+
+            return family_of(model).from_model(model, processor, **settings)  # type: ignore[return-value]
+        backbone = cls(model, processor, **settings)  # type: ignore[call-arg]
+        backbone.freeze()
+        return backbone
+
+    @classmethod
     @abstractmethod
-    def from_pretrained(cls, folder: Path, **settings: Any) -> "Backbone": ...
+    def from_pretrained(
+        cls, folder: Path, dtype: torch.dtype | None = None, device_map: Any = None, **settings: Any
+    ) -> Self:
+        """The checkpoint in a folder, not yet frozen; `dtype` None is its own.
 
-
-def resolve_checkpoint(name: str | Path) -> Path:
-    """A folder, or the name of one shipped with the package (`emoji`). Raises ValueError if there is neither."""
-    for path in (Path(name), ASSETS / str(name)):
-        if path.is_dir():
-            return path
-    raise ValueError(f"{str(name)!r} is neither a folder nor a shipped checkpoint ({', '.join(shipped()) or 'none'})")
-
-
-def find_checkpoint(name: str | Path, revision: str | None = None, local_files_only: bool = False) -> Path:
-    """The same, or of a hub id, `org/name` or `org/name@revision`, the folder its files lie in, downloaded if need be.
-
-    Raises ValueError if there is no such folder, shipped checkpoint or hub id.
-    """
-    hub = HUB_ID.fullmatch(str(name))
-    if hub is None or Path(name).is_dir():
-        return resolve_checkpoint(name)
-    return fetch(hub["id"], revision or hub["revision"], local_files_only)
-
-
-def read_card(folder: Path) -> dict[str, Any]:
-    """draftgrid.json, or of a published checkpoint what its config.json says of it; empty if neither is there."""
-    if (folder / CARD).is_file():
-        return read_json(folder / CARD)
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    return {"adapter": FAMILIES[config["model_type"]]} if config.get("model_type") in FAMILIES else {}
-
-
-def shipped() -> list[str]:
-    return sorted(p.parent.name for p in ASSETS.glob(f"*/{CARD}"))
-
-
-def load_backbone(
-    checkpoint: str | Path = "emoji",
-    *,
-    adapter: str | None = None,
-    grid: tuple[int, int] | None = None,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    revision: str | None = None,
-    local_files_only: bool = False,
-) -> Backbone:
-    """Load a frozen backbone from a folder or a hub id (org/name, org/name@revision); `emoji` is the demo's.
-
-    `adapter` and `grid` default to what the checkpoint says, `dtype` to fp32 on a CPU and the checkpoint's own
-    elsewhere. Raises ValueError for an unknown adapter, a missing folder, and weights that lack a key or carry one too
-    many.
-    """
-    if dtype is None and torch.device(device).type == "cpu":
-        dtype = torch.float32
-    path = find_checkpoint(checkpoint, revision, local_files_only)
-    card = read_card(path)
-    adapter = adapter or card.get("adapter")
-    if adapter not in ADAPTERS:
-        raise ValueError(f"backbone adapter is {adapter!r}; known: {', '.join(ADAPTERS)}")
-    module, _, name = ADAPTERS[adapter].partition(":")
-    family = getattr(importlib.import_module(module), name)
-    settings = {"grid": grid or card.get("grid"), "unconditional": card.get("unconditional")}
-    backbone = family.from_pretrained(path, dtype=dtype, **{k: v for k, v in settings.items() if v is not None})
-    if path != Path(checkpoint) and HUB_ID.fullmatch(str(checkpoint)):
-        backbone.name, backbone.revision = str(checkpoint).partition("@")[0], path.name
-    return backbone.to(device).freeze()
+        Raises ValueError naming a key that the weights lack, or have too many or misshapen.
+        """

@@ -33,6 +33,7 @@ class _Layer(CacheLayerMixin):
             self.keys[:, :, write] = key_states
             self.values[:, :, write] = value_states
         else:
+            write = write.to(key_states.device)  # layers may lie on several devices
             rows = torch.arange(len(write), device=write.device)[:, None]
             self.keys[rows, :, write] = key_states.transpose(1, 2)
             self.values[rows, :, write] = value_states.transpose(1, 2)

@@ -15,6 +15,7 @@ from heads.backbones.base import CARD, Backbone, ImageHead
 from heads.backbones.cache import RaggedCache
 from heads.files import write_json
 from heads.grid import TokenGrid
+from heads.weights import load_model
 
 NEGATIVE_PROMPT = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
@@ -62,39 +63,17 @@ class Emu3Backbone(Backbone):
         self._row_end = vocabulary[ROW_END]
 
     @classmethod
-    def from_model(cls, model: Any, processor: Any, **settings: Any) -> "Emu3Backbone":
-        """Wrap a model the caller already holds (finetuned, quantised); it is frozen and put in eval mode."""
-        backbone = cls(model, processor, **settings)
-        backbone.freeze()
-        return backbone
-
-    @classmethod
-    def from_pretrained(cls, folder: Path, dtype: torch.dtype | None = None, **settings: Any) -> "Emu3Backbone":
-        """Raises ValueError naming a key the weights lack or have too many; the pixel decoder alone may be absent."""
+    def from_pretrained(
+        cls, folder: Path, dtype: torch.dtype | None = None, device_map: Any = None, **settings: Any
+    ) -> "Emu3Backbone":
+        """Raises ValueError naming a key the weights lack or have too many; the picture tokenizer alone may be absent,
+        and is let go of."""
         from transformers import Emu3ForConditionalGeneration
-        from transformers.utils import logging
 
-        logging.disable_progress_bar()
-        verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()  # what it would warn of is raised below
-        try:
-            loaded: Any = Emu3ForConditionalGeneration.from_pretrained(
-                folder, dtype=dtype or "auto", output_loading_info=True, local_files_only=True
-            )
-            model, info = loaded
-        except OSError as error:
-            raise ValueError(f"no Emu3 checkpoint in {folder}: {str(error).splitlines()[0]}") from None
-        finally:
-            logging.set_verbosity(verbosity)
-        missing = sorted(k for k in info["missing_keys"] if not k.startswith("model.vqmodel."))
-        wrong = sorted(str(k) for k in [*info["unexpected_keys"], *info["mismatched_keys"]])
-        if missing or wrong:
-            raise ValueError(
-                f"{folder}: weights lack {missing[:3] or 'nothing'} and have unknown or misshapen {wrong[:3]}"
-            )
-        if any(k.startswith("model.vqmodel.") for k in info["missing_keys"]):
-            model.model.vqmodel = nn.Identity()  # saved without its pixel decoder: hold no random one
-        return cls(model, load_processor(folder), name=folder.name, **settings)
+        loaded = load_model(Emu3ForConditionalGeneration, folder, "Emu3", dtype, device_map)
+        model = loaded.check(folder, ignore="model.vqmodel.")
+        cls.lighten(model)
+        return cls(model, load_processor(folder), **{"name": folder.name, **settings})
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Weights as they are (without a pixel decoder that was never loaded), processor files and draftgrid.json."""

@@ -19,6 +19,7 @@ from heads.backbones.cache import RaggedCache
 from heads.files import read_json
 from heads.grid import TokenGrid
 from heads.prompts import Prompt, Unconditional
+from heads.weights import load_model
 
 UNUSED = ("lm_head", "model.vision_model", "model.aligner", "model.vqmodel")
 """What drawing never reads: the text's LM head, the tower that looks at pictures, and the picture tokenizer."""
@@ -46,17 +47,11 @@ class JanusProBackbone(Backbone):
         self.image_vocab_size = model.config.vq_config.num_embeddings
 
     @classmethod
-    def from_model(cls, model: Any, processor: Any, **settings: Any) -> "JanusProBackbone":
-        """Wrap a model the caller already holds (finetuned, quantised); it is frozen and put in eval mode."""
-        backbone = cls(model, processor, **settings)
-        backbone.freeze()
-        return backbone
-
-    @classmethod
-    def from_pretrained(cls, folder: Path, dtype: torch.dtype | None = None, **settings: Any) -> "JanusProBackbone":
+    def from_pretrained(
+        cls, folder: Path, dtype: torch.dtype | None = None, device_map: Any = None, **settings: Any
+    ) -> "JanusProBackbone":
         """Raises ValueError naming a key the weights lack or have too many. Lets go of what drawing never reads."""
         from transformers import JanusForConditionalGeneration
-        from transformers.utils import logging
 
         kind = read_json(folder / "config.json").get("model_type")
         if kind != "janus":
@@ -64,28 +59,7 @@ class JanusProBackbone(Backbone):
                 f"{folder}/config.json: model_type is {kind!r}, not 'janus'; DeepSeek's own files are in another "
                 "layout, take those of deepseek-community/Janus-Pro-7B"
             )
-        logging.disable_progress_bar()
-        verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()  # what it would warn of is raised below
-        try:
-            loaded: Any = JanusForConditionalGeneration.from_pretrained(
-                folder,
-                dtype=dtype or "auto",
-                output_loading_info=True,
-                local_files_only=True,
-                ignore_mismatched_sizes=True,
-            )
-            model, info = loaded
-        except OSError as error:
-            raise ValueError(f"no Janus-Pro checkpoint in {folder}: {str(error).splitlines()[0]}") from None
-        finally:
-            logging.set_verbosity(verbosity)
-        missing = sorted(info["missing_keys"])
-        wrong = sorted([*info["unexpected_keys"], *(name for name, *_ in info["mismatched_keys"])])
-        if missing or wrong:
-            raise ValueError(
-                f"{folder}: weights lack {missing[:3] or 'nothing'} and have unknown or misshapen {wrong[:3]}"
-            )
+        model = load_model(JanusForConditionalGeneration, folder, "Janus-Pro", dtype, device_map).check(folder)
         cls.lighten(model)
         return cls(model, load_processor(folder), **{"name": folder.name, **settings})
 

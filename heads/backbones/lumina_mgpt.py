@@ -19,7 +19,7 @@ from heads.backbones.base import CARD, Backbone, ImageHead
 from heads.backbones.cache import RaggedCache
 from heads.files import read_json, write_json
 from heads.grid import TokenGrid
-from heads.weights import read_tensors
+from heads.weights import load_model, read_tensors
 
 PIXELS = 16
 """Side of the square of pixels a code stands for."""
@@ -66,45 +66,18 @@ class LuminaBackbone(Backbone):
         self.image_head = ImageHead(model.lm_head.weight, ids if self._rows is None else self._rows)
 
     @classmethod
-    def from_model(cls, model: Any, processor: Any, **settings: Any) -> "LuminaBackbone":
-        """Wrap a model the caller already holds (finetuned, quantised); it is frozen and put in eval mode."""
-        backbone = cls(model, processor, **settings)
-        backbone.freeze()
-        return backbone
-
-    @classmethod
-    def from_pretrained(cls, folder: Path, dtype: torch.dtype | None = None, **settings: Any) -> "LuminaBackbone":
+    def from_pretrained(
+        cls, folder: Path, dtype: torch.dtype | None = None, device_map: Any = None, **settings: Any
+    ) -> "LuminaBackbone":
         """Raises ValueError naming a key the weights lack, have too many or in another shape."""
-        from safetensors import SafetensorError
         from transformers import ChameleonForConditionalGeneration
-        from transformers.utils import logging
 
         kind = read_json(folder / "config.json").get("model_type")
         if kind != "chameleon":
             raise ValueError(f"{folder}/config.json: model_type is {kind!r}, not 'chameleon', Lumina-mGPT's")
-        logging.disable_progress_bar()
-        verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()  # what it would warn of is raised below
-        try:
-            loaded: Any = ChameleonForConditionalGeneration.from_pretrained(
-                folder,
-                dtype=dtype or "auto",
-                output_loading_info=True,
-                local_files_only=True,
-                ignore_mismatched_sizes=True,
-            )
-            model, info = loaded
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"no sound weights in {folder}: {str(error).splitlines()[0]}") from None
-        finally:
-            logging.set_verbosity(verbosity)
-        left = expand_norms(model, folder, [name for name, *_ in info["mismatched_keys"]])
-        missing = sorted(k for k in info["missing_keys"] if not k.startswith(DROPPED))
-        wrong = sorted(k for k in [*info["unexpected_keys"], *left] if not k.startswith(DROPPED))
-        if missing or wrong:
-            raise ValueError(
-                f"{folder}: weights lack {missing[:3] or 'nothing'} and have unknown or misshapen {wrong[:3]}"
-            )
+        loaded = load_model(ChameleonForConditionalGeneration, folder, "Lumina-mGPT", dtype, device_map)
+        loaded.misshapen = expand_norms(loaded.model, folder, loaded.misshapen)
+        model = loaded.check(folder, ignore=DROPPED)
         cls.lighten(model)
         return cls(model, load_text_tokenizer(folder), **{"name": folder.name, **settings})
 

@@ -83,21 +83,28 @@ class ImageTokenizer(ABC):
         return pictures
 
 
-def load_tokenizer(folder: str | Path, device: str | torch.device = "cpu") -> ImageTokenizer:
-    """Load the image tokenizer saved in `folder`; the name `emoji` is the demo's own.
+def load_tokenizer(
+    folder: str | Path,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    local_files_only: bool = False,
+) -> ImageTokenizer:
+    """Load the image tokenizer saved in `folder`, or of a hub id (org/name@revision); `emoji` is the demo's own.
 
-    A folder without a tokenizer of ours but with an Emu3, Chameleon or Janus checkpoint gives that checkpoint's own;
-    Meta's vqgan.ckpt, or its folder, gives Chameleon's.
+    Of a checkpoint on the hub only the files that hold it are fetched. A folder without a tokenizer of ours but with
+    an Emu3, Chameleon or Janus checkpoint gives that checkpoint's own; Meta's vqgan.ckpt, or its folder, Chameleon's.
 
     Raises ValueError if the folder holds no tokenizer, one of an unknown kind, or a damaged one.
     """
-    from heads.backbones.base import find_checkpoint
+    from heads.backbones.loading import find_checkpoint
     from heads.tokenizers.chameleon import CHECKPOINT, ChameleonVQ
     from heads.tokenizers.emu3 import Emu3VQ
     from heads.tokenizers.janus import JanusVQ
     from heads.tokenizers.patch_vq import PatchVQ
 
-    path = Path(folder) if Path(folder).is_file() else find_checkpoint(folder)
+    path = Path(folder)
+    if not path.is_file():
+        path = find_checkpoint(folder, revision, local_files_only, part="vqmodel.")
     if (path / "image_tokenizer").is_dir():
         path = path / "image_tokenizer"
     kinds: dict[str, type[ImageTokenizer]] = {

@@ -1,0 +1,109 @@
+"""Loading a backbone: from a folder, from the hub, or the demo's; which adapter it takes; or one already in memory."""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heads.backbones.base import CARD, Backbone
+from heads.files import read_json
+from heads.weights import fetch
+
+ADAPTERS = {
+    "emu3": "heads.backbones.emu3:Emu3Backbone",
+    "janus_pro": "heads.backbones.janus_pro:JanusProBackbone",
+    "lumina_mgpt": "heads.backbones.lumina_mgpt:LuminaBackbone",
+}
+FAMILIES = {"emu3": "emu3", "janus": "janus_pro", "multi_modality": "janus_pro", "chameleon": "lumina_mgpt"}
+"""Adapter by config.json's model_type: published checkpoints have no card. multi_modality is DeepSeek's own layout."""
+ASSETS = Path(__file__).parent.parent / "assets"
+HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+
+
+def shipped() -> list[str]:
+    """Names of the checkpoints that come with the package."""
+    return sorted(p.parent.name for p in ASSETS.glob(f"*/{CARD}"))
+
+
+def resolve_checkpoint(name: str | Path) -> Path:
+    """A folder, or the name of one shipped with the package (`emoji`). Raises ValueError if there is neither."""
+    for path in (Path(name), ASSETS / str(name)):
+        if path.is_dir():
+            return path
+    raise ValueError(
+        f"{str(name)!r} is neither a folder nor a shipped checkpoint ({', '.join(shipped()) or 'none'}) nor a hub id "
+        "like org/name"
+    )
+
+
+def find_checkpoint(
+    name: str | Path, revision: str | None = None, local_files_only: bool = False, part: str | None = ""
+) -> Path:
+    """The same, or of a hub id, `org/name` or `org/name@revision`, the folder its files lie in, downloaded if need be.
+
+    Of weights in several files only those that hold a tensor with `part` in its name; None = no weights. Raises
+    ValueError if there is no such folder, shipped checkpoint or hub id, or the hub does not give it.
+    """
+    hub = HUB_ID.fullmatch(str(name))
+    if hub is None or Path(name).is_dir():
+        return resolve_checkpoint(name)
+    return fetch(hub["id"], revision or hub["revision"], local_files_only, part)
+
+
+def read_card(folder: Path) -> dict[str, Any]:
+    """draftgrid.json, or of a published checkpoint what its config.json says of it; empty if neither is there."""
+    if (folder / CARD).is_file():
+        return read_json(folder / CARD)
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    return {"adapter": FAMILIES[config["model_type"]]} if config.get("model_type") in FAMILIES else {}
+
+
+def family(adapter: str | None, where: str) -> type[Backbone]:
+    """The class of an adapter. Raises ValueError for an unknown one; `where` is what would have named it."""
+    if adapter not in ADAPTERS:
+        why = f"{where} says of no family" if adapter is None else f"adapter is {adapter!r}"
+        raise ValueError(f"backbone: {why}; set adapter to one of {', '.join(ADAPTERS)}")
+    module, _, name = ADAPTERS[adapter].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def family_of(model: Any) -> type[Backbone]:
+    """The adapter of a Hugging Face model, by its config. Raises ValueError for a model of no known family."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in FAMILIES:
+        raise ValueError(f"{type(model).__name__}: config.model_type is {kind!r}; known: {', '.join(FAMILIES)}")
+    return family(FAMILIES[kind], type(model).__name__)
+
+
+def load_backbone(
+    checkpoint: str | Path = "emoji",
+    *,
+    adapter: str | None = None,
+    grid: tuple[int, int] | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    device_map: Any = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+) -> Backbone:
+    """Load a frozen backbone from a folder or a hub id (org/name, org/name@revision); `emoji` is the demo's.
+
+    `adapter` and `grid` default to what the checkpoint says, else to its family's; `dtype` to fp32 on a CPU and bf16
+    elsewhere, for fp32 files cost twice the memory and the time. `device_map` is transformers' own ("auto", "cuda:1",
+    {module: device}), to draw with a model that one GPU does not hold; it needs the package accelerate, and `device` is
+    not read then. Raises ValueError for an unknown adapter, a place with no checkpoint, and weights that lack a key or
+    carry one too many.
+    """
+    if dtype is None:
+        dtype = torch.float32 if device_map is None and torch.device(device).type == "cpu" else torch.bfloat16
+    path = find_checkpoint(checkpoint, revision, local_files_only)
+    card = read_card(path)
+    settings = {"grid": grid or card.get("grid"), "unconditional": card.get("unconditional")}
+    given = {k: v for k, v in settings.items() if v is not None}
+    kind = family(adapter or card.get("adapter"), f"{path}/config.json")
+    backbone = kind.from_pretrained(path, dtype=dtype, device_map=device_map, **given)
+    if path != Path(checkpoint) and HUB_ID.fullmatch(str(checkpoint)):
+        backbone.name, backbone.revision = str(checkpoint).partition("@")[0], path.name
+    return (backbone if device_map is not None else backbone.to(device)).freeze()

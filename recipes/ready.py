@@ -1,0 +1,42 @@
+"""What a run needs of this machine, asked before anything is loaded: GPUs, shards, a checkpoint."""
+
+from pathlib import Path
+
+from data.places import is_url
+from data.shards import MANIFEST
+from heads.backbones.loading import HUB_ID, find_checkpoint
+from heads.strategy import choose_devices
+from recipes.schema import TrainConfig
+
+
+def check_machine(config: TrainConfig) -> None:
+    """Raises ValueError: one sentence of all that is missing here, and what to set.
+
+    A hub id that is not in the cache is no fault while the hub may be asked, but is told beside one.
+    """
+    missing, b = [], config.backbone
+    try:
+        choose_devices(config.trainer.accelerator, config.trainer.devices)
+    except ValueError as error:
+        missing.append(str(error).replace("; set", ", set"))
+    if config.task == "heads" and not config.data.source and not is_url(config.data.dir):
+        absent = [s for s in ("train", "validation") if not (Path(config.data.dir) / s / MANIFEST).is_file()]
+        if absent:
+            missing.append(
+                f"data.dir={config.data.dir} holds no shards in {' and '.join(absent)}, set data.dir=DIR to where "
+                "data.encode wrote them"
+            )
+    if config.task == "heads":
+        try:
+            find_checkpoint(b.place, local_files_only=True)
+        except ValueError:
+            hub = HUB_ID.fullmatch(b.place)
+            if hub is None:
+                missing.append(f"backbone.checkpoint={b.checkpoint} is no folder, set it to one or to a hub id")
+            elif missing or b.local_files_only:
+                missing.append(
+                    f"backbone.checkpoint={b.place} is not on this machine, set backbone.checkpoint=DIR unless it can "
+                    "be downloaded"
+                )
+    if missing:
+        raise ValueError(f"recipe {config.recipe} cannot run here: {'; '.join(missing)}")
