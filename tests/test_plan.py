@@ -219,7 +219,8 @@ class TestFlops:
         module, batch = real(config, "32-true")
         (h, e), _ = step(module, batch, "32-true")
         with FlopCounterMode(display=False) as counter:
-            module.heads.predict(h[0].flatten(1, 2), e.flatten(1, 2), "chain").sum().backward()
+            distance = torch.ones(len(e), 255, dtype=torch.long)  # as in training, the newest drawn cell is read
+            module.heads.predict(h[0].flatten(1, 2), e.flatten(1, 2), "chain", None, distance).sum().backward()
         assert counted.heads_flops == counter.get_total_flops()
 
 
