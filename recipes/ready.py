@@ -23,16 +23,15 @@ def check_machine(config: TrainConfig) -> None:
         absent = [s for s in ("train", "validation") if not (Path(config.data.dir) / s / MANIFEST).is_file()]
         if absent:
             missing.append(
-                f"data.dir={config.data.dir} holds no shards in {' and '.join(absent)}, set data.dir=DIR to where "
-                "data.encode wrote them"
+                f"{Path(config.data.dir) / absent[0]} holds no token shards, set data.dir=DIR to where data.encode "
+                "wrote train/ and validation/"
             )
     if config.task == "heads":
         try:
             find_checkpoint(b.place, local_files_only=True)
-        except ValueError:
-            hub = HUB_ID.fullmatch(b.place)
-            if hub is None:
-                missing.append(f"backbone.checkpoint={b.checkpoint} is no folder, set it to one or to a hub id")
+        except ValueError as error:
+            if HUB_ID.fullmatch(b.place) is None:
+                missing.append(f"backbone.checkpoint {error}")
             elif missing or b.local_files_only:
                 missing.append(
                     f"backbone.checkpoint={b.place} is not on this machine, set backbone.checkpoint=DIR unless it can "

@@ -219,7 +219,7 @@ def test_without_gpu_data_or_checkpoint_one_sentence_says_what_to_set(
     ):
         assert part in text
     text = said("trainer.accelerator=cpu", "backbone.checkpoint=nowhere")
-    assert "GPU" not in text and "backbone.checkpoint=nowhere is no folder" in text
+    assert "GPU" not in text and "backbone.checkpoint 'nowhere' is neither a folder nor" in text
     text = said("trainer.accelerator=cpu", "data.source=folder:x", "backbone.local_files_only=true")
     assert "data.dir" not in text and "is not on this machine" in text
     assert list(tmp_path.iterdir()) == [], "nothing was begun"
