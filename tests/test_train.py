@@ -428,7 +428,7 @@ class TestBadInput:
             ({"trainer.precision": "bf16"}, "trainer.precision is 'bf16'; use one of auto, 32-true"),
             ({"task": "body"}, "task is 'body'; use heads or backbone"),
             ({"trainer.accelerator": "gpu"}, "GPU"),
-            ({"data.dir": "nowhere"}, "nowhere/train holds no token shards .* data.encode"),
+            ({"data.dir": "nowhere"}, "nowhere/train holds no token shards.* data.encode"),
             ({"backbone.checkpoint": "nowhere"}, "'nowhere' is neither a folder nor a shipped checkpoint"),
             ({"backbone.grid": "[4,5]"}, "holds 4x4 grids, but the backbone draws 4x5"),
             ({"heads.input": "x"}, "heads.input is 'x'"),
