@@ -13,7 +13,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-STRATEGIES = ("ddp", "deepspeed_1", "deepspeed_2", "deepspeed_3", "fsdp")
+from heads import ranks
+
+STRATEGIES = ranks.STRATEGIES[1:]
 Shape = tuple[int, ...]
 PERSISTENT = 100_000
 """ZeRO-3 leaves a tensor of at most so many elements whole on every rank (stage3_param_persistence_threshold)."""

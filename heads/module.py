@@ -290,7 +290,7 @@ class HeadsModule(_Module):
             self._guided(torch.stack([h, free]), both)
 
     def _guided(self, h: Tensor, predicted: Mapping[str, Tensor]) -> None:
-        """Acceptance as the decoder meets it: p and q mixed from the branches (2, B, T, D), with the loss's top-k."""
+        """Acceptance as the decoder meets it: p and q mixed from the branches (2, B, T, D), with its top-k."""
         k = self.top_k
         for here, parts in self.objective.chunks.of(h.shape[1], self.terms.chunk, h.device):
             logits = self.heads.logits(self.backbone, h[:, :, here])

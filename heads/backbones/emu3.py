@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from heads.backbones.base import CARD, Backbone, ImageHead
-from heads.backbones.cache import RaggedCache
+from heads.backbones.base import CARD
+from heads.backbones.transformer import VocabularyBackbone
 from heads.files import write_json
 from heads.grid import TokenGrid
 from heads.weights import load_model
@@ -25,10 +25,8 @@ NEGATIVE_PROMPT = (
 ROW_END = "<|extra_200|>"
 
 
-class Emu3Backbone(Backbone):
+class Emu3Backbone(VocabularyBackbone):
     adapter = "emu3"
-    text: Any
-    image_ids: Tensor
 
     def __init__(
         self,
@@ -53,13 +51,7 @@ class Emu3Backbone(Backbone):
             raise ValueError(
                 f"{name}: config.vocabulary_map names {len(codes)} visual tokens with gaps in their numbers"
             )
-        self.image_vocab_size = len(codes)
-        ids = torch.tensor([codes[c] for c in range(len(codes))])
-        self.register_buffer("image_ids", ids, persistent=False)
-        # The published vocabulary lists visual tokens in order, so image rows are one slice, a view and no copy.
-        first = int(ids[0])
-        self._rows = slice(first, first + len(ids)) if torch.equal(ids, torch.arange(len(ids)) + first) else None
-        self.image_head = ImageHead(model.lm_head.weight, ids if self._rows is None else self._rows)
+        self.take_codes(codes)
         self._row_end = vocabulary[ROW_END]
 
     @classmethod
@@ -88,14 +80,6 @@ class Emu3Backbone(Backbone):
         }
         write_json(folder / CARD, card)
 
-    @property
-    def layers(self) -> int:
-        return self.model.config.text_config.num_hidden_layers
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return list(self.text.layers)
-
     def prompt_ids(self, prompts: Sequence[str | None]) -> list[Tensor]:
         grid, scale = self.grid, self.processor.downsample_ratio
         texts = [self.unconditional if p is None else p for p in prompts]
@@ -112,56 +96,6 @@ class Emu3Backbone(Backbone):
 
     def structure_ids(self) -> list[int]:
         return [self._row_end]
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        ids = tokens + self._rows.start if self._rows else self.image_ids[tokens]
-        return self.text.embed_tokens(ids)
-
-    def embed_ids(self, ids: Tensor) -> Tensor:
-        return self.text.embed_tokens(ids)
-
-    def trunk(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache | None) -> Tensor:
-        if cache is not None:
-            return self._layers(embeds, positions, mask, cache)
-        kept: list[Tensor] = []
-        hook = self.text.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
-        try:
-            self.text(inputs_embeds=embeds, position_ids=positions, attention_mask=mask, use_cache=False)
-        finally:
-            hook.remove()
-        (h,) = kept
-        return h
-
-    def _layers(self, h: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
-        """The text model's layers without its norm. The mask is ours, so the model need not plan one; no hook, so that
-        the step compiles to one graph."""
-        rotary = self.text.rotary_emb(h, position_ids=positions)
-        for layer in self.text.layers:
-            h = layer(
-                h,
-                attention_mask=mask,
-                position_embeddings=rotary,
-                position_ids=positions,
-                cache=cache,
-                use_cache=True,
-            )
-        return h
-
-    def _image_rows(self, weight: Tensor) -> Tensor:
-        return weight[self._rows] if self._rows else weight[self.image_ids]
-
-    def norm(self, h: Tensor) -> Tensor:
-        return self.text.norm(h)
-
-    def project(self, h: Tensor) -> Tensor:
-        return self.image_head(h)
-
-    def identity(self) -> dict[str, Tensor]:
-        return {
-            "embedding": self._image_rows(self.text.embed_tokens.weight),
-            "image_head": self._image_rows(self.model.lm_head.weight),
-            "final_norm": self.text.norm.weight,
-        }
 
 
 def load_processor(folder: Path) -> Any:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.backbones.base import Backbone
-from heads.backbones.cache import RaggedCache
+from heads.backbones.transformer import TransformerBackbone
 from heads.files import read_json
 from heads.grid import TokenGrid
 from heads.prompts import Prompt, Unconditional
@@ -25,10 +24,9 @@ UNUSED = ("lm_head", "model.vision_model", "model.aligner", "model.vqmodel")
 """What drawing never reads: the text's LM head, the tower that looks at pictures, and the picture tokenizer."""
 
 
-class JanusProBackbone(Backbone):
+class JanusProBackbone(TransformerBackbone):
     adapter = "janus_pro"
     linear_head = False
-    text: Any
 
     def __init__(
         self, model: Any, processor: Any, grid: tuple[int, int] | None = None, name: str = "janus_pro"
@@ -70,14 +68,6 @@ class JanusProBackbone(Backbone):
             owner, _, name = path.rpartition(".")
             setattr(model.get_submodule(owner), name, nn.Identity())
 
-    @property
-    def layers(self) -> int:
-        return self.model.config.text_config.num_hidden_layers
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return list(self.text.layers)
-
     def prompt_ids(self, prompts: Sequence[str | None]) -> list[Tensor]:
         tokenizer = self.processor.tokenizer
         turns = [[{"role": "user", "content": [{"type": "text", "text": p or ""}]}] for p in prompts]
@@ -108,32 +98,6 @@ class JanusProBackbone(Backbone):
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.prepare_embeddings_for_image_generation(tokens)
-
-    def embed_ids(self, ids: Tensor) -> Tensor:
-        return self.text.embed_tokens(ids)
-
-    def trunk(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache | None) -> Tensor:
-        if cache is not None:
-            return self._layers(embeds, positions, mask, cache)
-        kept: list[Tensor] = []
-        hook = self.text.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
-        try:
-            self.text(inputs_embeds=embeds, position_ids=positions, attention_mask=mask, use_cache=False)
-        finally:
-            hook.remove()
-        (h,) = kept
-        return h
-
-    def _layers(self, h: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
-        """The text model's layers without its norm, under our own mask, and without a hook: one graph to compile."""
-        rotary = self.text.rotary_emb(h, position_ids=positions)
-        keys = {"attention_mask": mask, "position_ids": positions, "cache": cache, "position_embeddings": rotary}
-        for layer in self.text.layers:
-            h = layer(h, use_cache=True, **keys)
-        return h
-
-    def norm(self, h: Tensor) -> Tensor:
-        return self.text.norm(h)
 
     def project(self, h: Tensor) -> Tensor:
         return self.model.model.generation_head(h)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from heads.backbones.base import CARD, Backbone, ImageHead
-from heads.backbones.cache import RaggedCache
+from heads.backbones.base import CARD
+from heads.backbones.transformer import VocabularyBackbone
 from heads.files import read_json, write_json
 from heads.grid import TokenGrid
 from heads.weights import load_model, read_tensors
@@ -33,10 +33,8 @@ DROPPED = "model.vqmodel."
 NORM = re.compile(r"\.self_attn\.[qk]_norm\.(weight|bias)$")
 
 
-class LuminaBackbone(Backbone):
+class LuminaBackbone(VocabularyBackbone):
     adapter = "lumina_mgpt"
-    text: Any
-    image_ids: Tensor
 
     def __init__(self, model: Any, processor: Any, grid: tuple[int, int] = (48, 48), name: str = "lumina_mgpt") -> None:
         """`processor` is the text tokenizer, or a processor that holds one. Raises ValueError for an odd grid."""
@@ -57,13 +55,8 @@ class LuminaBackbone(Backbone):
         codes = image_codes(words)
         if not codes or sorted(codes) != list(range(len(codes))):
             raise ValueError(f"{name}: config.vocabulary_map names {len(codes)} image tokens 'IMGIMG...Z', or has gaps")
-        self.image_vocab_size, self._words = len(codes), words
-        ids = torch.tensor([codes[c] for c in range(len(codes))])
-        self.register_buffer("image_ids", ids, persistent=False)
-        # The published vocabulary lists codes in order, so image rows are one slice, a view and no copy.
-        first = int(ids[0])
-        self._rows = slice(first, first + len(ids)) if torch.equal(ids, torch.arange(len(ids)) + first) else None
-        self.image_head = ImageHead(model.lm_head.weight, ids if self._rows is None else self._rows)
+        self._words = words
+        self.take_codes(codes)
 
     @classmethod
     def from_pretrained(
@@ -89,14 +82,6 @@ class LuminaBackbone(Backbone):
         self.processor.save_pretrained(folder)
         write_json(folder / CARD, {"adapter": self.adapter, "grid": [self.grid.height, self.grid.width]})
 
-    @property
-    def layers(self) -> int:
-        return self.model.config.num_hidden_layers
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return list(self.text.layers)
-
     def prompt_ids(self, prompts: Sequence[str | None]) -> list[Tensor]:
         header = [self._words[name] for name in self._header]
         return [torch.tensor(header if p is None else self._request(p) + header) for p in prompts]
@@ -112,46 +97,6 @@ class LuminaBackbone(Backbone):
 
     def structure_ids(self) -> list[int]:
         return [self._words[ROW_END]]
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.text.embed_tokens(tokens + self._rows.start if self._rows else self.image_ids[tokens])
-
-    def embed_ids(self, ids: Tensor) -> Tensor:
-        return self.text.embed_tokens(ids)
-
-    def trunk(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache | None) -> Tensor:
-        if cache is not None:
-            return self._layers(embeds, positions, mask, cache)
-        kept: list[Tensor] = []
-        hook = self.text.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
-        try:
-            self.text(inputs_embeds=embeds, position_ids=positions, attention_mask=mask, use_cache=False)
-        finally:
-            hook.remove()
-        (h,) = kept
-        return h
-
-    def _layers(self, h: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
-        """The text model's layers without its norm, under our own mask, and without a hook: one graph to compile."""
-        rotary = self.text.rotary_emb(h, position_ids=positions)
-        keys = {"attention_mask": mask, "position_ids": positions, "cache": cache, "position_embeddings": rotary}
-        for layer in self.text.layers:
-            (h,) = layer(h, use_cache=True, **keys)
-        return h
-
-    def norm(self, h: Tensor) -> Tensor:
-        return self.text.norm(h)
-
-    def project(self, h: Tensor) -> Tensor:
-        return self.image_head(h)
-
-    def identity(self) -> dict[str, Tensor]:
-        rows = self._rows or self.image_ids
-        return {
-            "embedding": self.text.embed_tokens.weight[rows],
-            "image_head": self.model.lm_head.weight[rows],
-            "final_norm": self.text.norm.weight,
-        }
 
 
 def image_codes(words: dict[str, int]) -> dict[int, int]:

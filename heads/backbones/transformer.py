@@ -1,0 +1,91 @@
+"""What adapters on transformers' decoder-only text models share: the layers, the state before the final norm, and image
+codes that are words of the text vocabulary. A family says its prompts, its header and where its parts are.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.backbones.base import Backbone, ImageHead
+from heads.backbones.cache import RaggedCache
+
+
+class TransformerBackbone(Backbone):
+    """`text` is the text model: embed_tokens, rotary_emb, layers and norm, as all of transformers' Llama kin have."""
+
+    text: Any
+
+    @property
+    def layers(self) -> int:
+        return len(self.text.layers)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.text.layers)
+
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        return self.text.embed_tokens(ids)
+
+    def trunk(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache | None) -> Tensor:
+        if cache is not None:
+            return self._layers(embeds, positions, mask, cache)
+        kept: list[Tensor] = []
+        hook = self.text.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+        try:
+            self.text(inputs_embeds=embeds, position_ids=positions, attention_mask=mask, use_cache=False)
+        finally:
+            hook.remove()
+        (h,) = kept
+        return h
+
+    def _layers(self, h: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
+        """The text model's layers without its norm. The mask is ours, so the model need not plan one; no hook, so that
+        the step compiles to one graph."""
+        rotary = self.text.rotary_emb(h, position_ids=positions)
+        for layer in self.text.layers:
+            out = layer(
+                h,
+                attention_mask=mask,
+                position_embeddings=rotary,
+                position_ids=positions,
+                cache=cache,
+                use_cache=True,
+            )
+            h = out[0] if isinstance(out, tuple) else out  # Chameleon's layers wrap it
+        return h
+
+    def norm(self, h: Tensor) -> Tensor:
+        return self.text.norm(h)
+
+
+class VocabularyBackbone(TransformerBackbone):
+    """Image codes are words of the text vocabulary: rows of its embedding and of its LM head."""
+
+    image_ids: Tensor
+
+    def take_codes(self, codes: Mapping[int, int]) -> None:
+        """{code: vocabulary id} of the codes 0 .. V-1."""
+        self.image_vocab_size = len(codes)
+        ids = torch.tensor([codes[c] for c in range(len(codes))])
+        self.register_buffer("image_ids", ids, persistent=False)
+        # The published vocabularies list codes in order, so image rows are one slice, a view and no copy.
+        first = int(ids[0])
+        self._rows = slice(first, first + len(ids)) if torch.equal(ids, torch.arange(len(ids)) + first) else None
+        self.image_head = ImageHead(self.model.lm_head.weight, ids if self._rows is None else self._rows)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        ids = tokens + self._rows.start if self._rows else self.image_ids[tokens]
+        return self.text.embed_tokens(ids)
+
+    def project(self, h: Tensor) -> Tensor:
+        return self.image_head(h)
+
+    def identity(self) -> dict[str, Tensor]:
+        rows = self._rows or self.image_ids
+        return {
+            "embedding": self.text.embed_tokens.weight[rows],
+            "image_head": self.model.lm_head.weight[rows],
+            "final_norm": self.text.norm.weight,
+        }
