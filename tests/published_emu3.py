@@ -17,14 +17,14 @@ Not save_pretrained's: a loader is tested against what users have. Sources:
   github.com/baaivision/Emu3, emu3/mllm/tokenization_emu3.py, without its gaps.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
+
+from tests.published import save, write
 
 State = dict[str, Tensor]
 Named = Iterator[tuple[str, tuple[int, ...]]]
@@ -326,10 +326,6 @@ def write_tokenizer(folder: Path, codes: int) -> None:
     write(folder / "special_tokens_map.json", {**named, **EXTRA, "unk_token": PAD})
 
 
-def write(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False), encoding="utf-8")
-
-
 def write_config(folder: Path, size: dict[str, Any] | None = None) -> Path:
     """config.json alone, of the published size unless told."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -376,17 +372,3 @@ def write_emu3(folder: Path, *, codes: int = 24, shards: int = 1, dtype: torch.d
     write_tokenizer(folder, codes)
     save(folder, {k: v.to(dtype) if v.is_floating_point() else v for k, v in weights(size).items()}, shards)
     return folder
-
-
-def save(folder: Path, state: State, shards: int = 1) -> None:
-    """model.safetensors, or model-0000K-of-0000N.safetensors with their index; whatever was there is replaced."""
-    for old in folder.glob("model*.safetensors*"):
-        old.unlink()
-    if shards == 1:
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        return
-    files = {n: f"model-{i * shards // len(state) + 1:05d}-of-{shards:05d}.safetensors" for i, n in enumerate(state)}
-    for file in sorted(set(files.values())):
-        save_file({n: t for n, t in state.items() if files[n] == file}, folder / file, metadata={"format": "pt"})
-    total = sum(v.numel() * v.element_size() for v in state.values())
-    write(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": files})

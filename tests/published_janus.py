@@ -16,14 +16,14 @@ Not save_pretrained's: a loader is tested against what users have. Sources:
 deepseek-community/Janus-Pro-7B's own config.json, generation_config.json and tokenizer files could not be seen.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
+
+from tests.published import save, write
 
 State = dict[str, Tensor]
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
@@ -358,10 +358,6 @@ def write_tokenizer(folder: Path, size: dict[str, Any], tokenizer_class: str = "
     write(folder / "special_tokens_map.json", {**standard, **image})
 
 
-def write(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False), encoding="utf-8")
-
-
 def write_config(folder: Path, size: dict[str, Any] | None = None) -> Path:
     """config.json alone, of the published size unless told."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -425,15 +421,3 @@ def load_theirs(folder: Path) -> Any:
     model, info = loaded
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     return model.eval()
-
-
-def save(folder: Path, state: State, shards: int = 1) -> None:
-    names = sorted(state)
-    if shards == 1:
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        return
-    files = {name: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(names)}
-    for file in sorted(set(files.values())):
-        save_file({n: state[n] for n in names if files[n] == file}, folder / file, metadata={"format": "pt"})
-    total = sum(v.numel() * v.element_size() for v in state.values())
-    write(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": files})

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import torch
 import yaml
-from safetensors.torch import save_file
 from torch import Tensor
+
+from tests.published import save
 
 State = dict[str, Tensor]
 SIZES = range(1, 7)
@@ -153,7 +154,7 @@ def write_lumina(
     folder.mkdir(parents=True, exist_ok=True)
     words, wide = vocabulary(codes), 3 * hidden // 2
     state = language_model(len(words), hidden, layers, heads, wide, ranks, seed)
-    write_weights(folder, {name: tensor.to(dtype) for name, tensor in state.items()}, shards)
+    save(folder, {name: tensor.to(dtype) for name, tensor in state.items()}, shards)
     config = config_json(words, hidden, layers, heads, wide, ranks)
     (folder / "config.json").write_text(json.dumps(config))
     generation = {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2, "transformers_version": "4.43.3"}
@@ -170,19 +171,6 @@ def write_lumina_config(folder: Path, layers: int = 32) -> Path:
     config = config_json(words, hidden=4096, layers=layers, heads=32, wide=11_008, ranks=1) | {"vocab_size": 65_536}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-def write_weights(folder: Path, state: State, shards: int) -> None:
-    """model.safetensors, or model-0000K-of-0000N.safetensors with their index."""
-    if shards == 1:
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        return
-    files = {n: f"model-{i * shards // len(state) + 1:05d}-of-{shards:05d}.safetensors" for i, n in enumerate(state)}
-    for file in set(files.values()):
-        save_file({n: t for n, t in state.items() if files[n] == file}, folder / file, metadata={"format": "pt"})
-    size = sum(t.numel() * t.element_size() for t in state.values())
-    index = {"metadata": {"total_size": size}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 VQ = {"ch": 32, "ch_mult": [1, 2], "num_res_blocks": 1, "z_channels": 8, "attn_resolutions": [], "resolution": 16}

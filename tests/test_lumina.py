@@ -17,7 +17,8 @@ from heads.backbones.lumina_mgpt import LuminaBackbone, image_codes
 from heads.check import check
 from heads.mtp import HeadsConfig, MTPHeads, new_heads
 from heads.tokenizers import load_tokenizer
-from tests.published_lumina import code_name, vocabulary, write_lumina, write_lumina_config, write_vqgan, write_weights
+from tests.published import save
+from tests.published_lumina import code_name, vocabulary, write_lumina, write_lumina_config, write_vqgan
 from tests.test_every_decoder import CASES, EXACT, arguments
 from tests.tiny import CAPTIONS
 
@@ -193,7 +194,7 @@ class TestPrompt:
         a, b = words[code_name(3)], words[code_name(17)]
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             state[name][[a, b]] = state[name][[b, a]]
-        write_weights(tmp_path, state, 1)
+        save(tmp_path, state, 1)
         config = json.loads((tmp_path / "config.json").read_text())
         config["vocabulary_map"] |= {code_name(3): b, code_name(17): a}
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -295,8 +296,7 @@ class TestLoading:
         write_lumina(tmp_path)
         state = load_file(tmp_path / "model.safetensors")
         count = sum(p.numel() for p in fresh(tmp_path).parameters())
-        write_weights(tmp_path, {**state, "model.vqmodel.encoder.conv_in.bias": torch.zeros(128)}, 2)
-        (tmp_path / "model.safetensors").unlink()
+        save(tmp_path, {**state, "model.vqmodel.encoder.conv_in.bias": torch.zeros(128)}, 2)
         assert sum(p.numel() for p in fresh(tmp_path).parameters()) == count
 
     @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ class TestLoading:
     def test_a_key_that_does_not_fit_is_named(self, tmp_path: Path, change: dict, message: str) -> None:
         write_lumina(tmp_path)
         state = load_file(tmp_path / "model.safetensors") | change
-        write_weights(tmp_path, {k: v for k, v in state.items() if v is not None}, 1)
+        save(tmp_path, {k: v for k, v in state.items() if v is not None}, 1)
         with pytest.raises(ValueError, match=message):
             fresh(tmp_path)
 

@@ -5,7 +5,6 @@ Chameleon checkpoint of transformers, which has no pixel decoder and encodes onl
 published Lumina-mGPT checkpoints have neither.
 """
 
-import hashlib
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,11 @@ import yaml
 from torch import Tensor
 
 from heads.files import atomic, read_json, write_json
-from heads.tokenizers.base import ImageTokenizer
+from heads.tokenizers.learned import PREFIX, LearnedTokenizer, fill, normalisation, picture_side, tokenizer_weights
 from heads.tokenizers.patch_vq import nearest
 from heads.tokenizers.vqgan import VQGAN, Sizes, new_vqgan
-from heads.weights import read_tensors
 
 CHECKPOINT, YAML = "vqgan.ckpt", "vqgan.yaml"
-PREFIX = "vqmodel."
 ADVICE = (
     f"set tokenizer (in a recipe backbone.tokenizer) to the folder of {CHECKPOINT} and {YAML}, tokenizer/ of Meta's "
     "Chameleon release"
@@ -46,13 +43,12 @@ TRANSFORMERS = {
 State = dict[str, Tensor]
 
 
-class ChameleonVQ(ImageTokenizer):
+class ChameleonVQ(LearnedTokenizer):
     model_types = ("chameleon", "chameleon_vqgan")
 
     def __init__(self, model: VQGAN, mean: list[float], std: list[float], image_size: int) -> None:
         """`mean` and `std` per channel: what pictures in [0, 1] are normalised with; 0.5 is Meta's own."""
-        self.model, self.image_size, self.patch = model, image_size, model.sizes.patch
-        self.mean, self.std = (torch.tensor(x).view(3, 1, 1) for x in (mean, std))
+        super().__init__(model, mean, std, image_size, model.sizes.patch)
 
     @property
     def codebook(self) -> Tensor:
@@ -62,26 +58,9 @@ class ChameleonVQ(ImageTokenizer):
     def decodes(self) -> bool:
         return self.model.decoder is not None
 
-    @property
-    def fingerprint(self) -> str:
-        """The encoder's last weights and the normalisation decide about the codes too; the decoder does not."""
-        digest = hashlib.sha256(super().fingerprint.encode())
-        for tensor in (self.mean, self.std, *self.model.quant_conv.parameters()):
-            digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
-        return digest.hexdigest()
-
-    def to(self, device: str | torch.device) -> "ChameleonVQ":
-        self.model.to(device)
-        self.mean, self.std = self.mean.to(device), self.std.to(device)
-        return self
-
     @torch.inference_mode()
     def encode(self, images: Tensor) -> Tensor:
-        if images.shape[-1] % self.patch or images.shape[-2] % self.patch:
-            raise ValueError(
-                f"picture of {tuple(images.shape[-2:])} pixels does not divide into {self.patch}x{self.patch}"
-            )
-        latents = self.model.latents((images.to(self.mean) - self.mean) / self.std)
+        latents = self.model.latents(self.normalised(images))
         return nearest(latents.flatten(0, 2), self.codebook).view(latents.shape[:3])
 
     @torch.inference_mode()
@@ -100,10 +79,7 @@ class ChameleonVQ(ImageTokenizer):
             temporary.write_bytes(save(state, metadata={"format": "pt"}))
         config = {"model_type": "chameleon_vqgan", **{TRANSFORMERS.get(k, k): v for k, v in sizes.items()}}
         write_json(folder / "config.json", config)
-        mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
-        size = {"height": self.image_size, "width": self.image_size}
-        processor = {"image_mean": mean, "image_std": std, "rescale_factor": 1 / 255, "size": size}
-        write_json(folder / "preprocessor_config.json", processor)
+        self.write_processor(folder, rescale_factor=1 / 255)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, decoder: str | Path | None = None) -> "ChameleonVQ":
@@ -115,12 +91,11 @@ class ChameleonVQ(ImageTokenizer):
         folder = Path(folder)
         if not (folder / "config.json").is_file():
             sizes, state = read_release(folder)
-            return cls(fill(new_vqgan(sizes), state, folder), [0.5] * 3, [0.5] * 3, sizes.resolution)
+            return cls(loaded(new_vqgan(sizes), state, folder), [0.5] * 3, [0.5] * 3, sizes.resolution)
         config = read_json(folder / "config.json")
         whole = config["model_type"] == "chameleon"
         sizes = sizes_of(config.get("vq_config") or {} if whole else config, TRANSFORMERS)
-        state = read_tensors(folder, lambda name: not whole or PREFIX in name)
-        state = {name.partition(PREFIX)[2] if whole else name: tensor for name, tensor in state.items()}
+        state = tokenizer_weights(folder, whole)
         if not state:
             raise ValueError(f"{folder} holds no weights of a picture tokenizer ({PREFIX}...): {ADVICE}")
         if decoder is None and (folder / CHECKPOINT).is_file():
@@ -129,9 +104,8 @@ class ChameleonVQ(ImageTokenizer):
             state |= decoder_of(Path(decoder), state)
         pixels = any(name.startswith("decoder.") for name in state)
         mean, std, side = normalisation(folder, sizes.resolution)
-        card = read_json(folder / "draftgrid.json") if (folder / "draftgrid.json").is_file() else {}
-        side = card["grid"][0] * sizes.patch if "grid" in card else side
-        return cls(fill(new_vqgan(sizes, pixels), state, folder), mean, std, side)
+        model = loaded(new_vqgan(sizes, pixels), state, folder)
+        return cls(model, mean, std, picture_side(folder, sizes.patch, side))
 
 
 def sizes_of(config: dict[str, Any], names: dict[str, str]) -> Sizes:
@@ -177,30 +151,6 @@ def decoder_of(path: Path, encoder: State) -> State:
     return {k: v for k, v in state.items() if k.startswith(("decoder.", "post_quant_conv."))}
 
 
-def normalisation(folder: Path, side: int) -> tuple[list[float], list[float], int]:
-    """(mean, std, side) of pictures in [0, 1], as the checkpoint's preprocessor has them; `side` if it says none.
-
-    transformers' own multiply 0..255 by .0078 and subtract 1, where Meta's code maps to exactly -1..1.
-    """
-    mean, std, scale = [0.5] * 3, [0.5] * 3, 1.0
-    # Published checkpoints have them in the first, those that transformers 5 writes in the second, which wins.
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        if (folder / name).is_file():
-            found = read_json(folder / name)
-            found = found.get("image_processor", found)
-            if "image_mean" in found:
-                mean, std, scale = found["image_mean"], found["image_std"], 255 * found.get("rescale_factor", 1 / 255)
-            size = found.get("crop_size") or found.get("size") or {}
-            side = size.get("height") or size.get("shortest_edge") or side
-    return [m / scale for m in mean], [s / scale for s in std], side
-
-
-def fill(model: VQGAN, state: State, folder: Path) -> VQGAN:
-    """Assign the weights. Raises ValueError naming what does not fit."""
-    try:
-        missing, unknown = model.load_state_dict({k: v.float() for k, v in state.items()}, strict=False, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"{folder}: weights do not have the sizes described: {' '.join(str(error).split())}") from None
-    if missing or unknown:
-        raise ValueError(f"{folder}: picture tokenizer lacks {missing[:3]} and has unknown {unknown[:3]}")
-    return model.requires_grad_(False)
+def loaded(model: VQGAN, state: State, folder: Path) -> VQGAN:
+    """Takes the weights over as they are. Raises ValueError naming what does not fit."""
+    return fill(model, {k: v.float() for k, v in state.items()}, folder, "picture tokenizer", "described", assign=True)

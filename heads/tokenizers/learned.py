@@ -1,0 +1,98 @@
+"""What picture tokenizers with a learned encoder share: normalisation, moving, and reading them from a checkpoint."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.files import read_json, write_json
+from heads.tokenizers.base import ImageTokenizer
+from heads.weights import read_tensors
+
+PREFIX = "vqmodel."
+"""In the names of a tokenizer's weights inside a language model's checkpoint."""
+
+
+class LearnedTokenizer(ImageTokenizer):
+    """`model` has `quant_conv`, the encoder's last layer."""
+
+    model: Any
+
+    def __init__(self, model: Any, mean: list[float], std: list[float], image_size: int, patch: int) -> None:
+        """`mean` and `std` per channel: what pictures in [0, 1] are normalised with."""
+        self.model, self.image_size, self.patch = model.eval().requires_grad_(False), image_size, patch
+        self.mean, self.std = (torch.tensor(x).view(3, 1, 1) for x in (mean, std))
+
+    @property
+    def fingerprint(self) -> str:
+        """The encoder's last weights and the normalisation decide about the codes too; a decoder does not."""
+        digest = hashlib.sha256(super().fingerprint.encode())
+        for tensor in (self.mean, self.std, *self.model.quant_conv.parameters()):
+            digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def to(self, device: str | torch.device) -> "LearnedTokenizer":
+        self.model.to(device)
+        self.mean, self.std = self.mean.to(device), self.std.to(device)
+        return self
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """(B, 3, h, w) in [0, 1] as the encoder reads it. Raises ValueError if its size is no whole number of codes."""
+        if images.shape[-1] % self.patch or images.shape[-2] % self.patch:
+            raise ValueError(
+                f"picture of {tuple(images.shape[-2:])} pixels does not divide into {self.patch}x{self.patch}"
+            )
+        return (images.to(self.mean) - self.mean) / self.std
+
+    def pixels(self, drawn: Tensor) -> Tensor:
+        """What the decoder draws, back in [0, 1]."""
+        return (drawn.float() * self.std + self.mean).clamp(0, 1)
+
+    def write_processor(self, folder: Path, **more: Any) -> None:
+        mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
+        size = {"height": self.image_size, "width": self.image_size}
+        write_json(folder / "preprocessor_config.json", {"image_mean": mean, "image_std": std, **more, "size": size})
+
+
+def normalisation(folder: Path, side: int) -> tuple[list[float], list[float], int]:
+    """(mean, std, side) of pictures in [0, 1], as the checkpoint's preprocessor has them; 0.5, 0.5, `side` if it says
+    none. A rescale_factor other than 1 / 255 is folded in: transformers' Chameleon multiplies 0..255 by .0078."""
+    mean, std, scale = [0.5] * 3, [0.5] * 3, 1.0
+    # Published checkpoints have them in the first, those that transformers 5 writes in the second, which wins.
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder / name).is_file():
+            found = read_json(folder / name)
+            found = found.get("image_processor", found)
+            if "image_mean" in found:
+                mean, std, scale = found["image_mean"], found["image_std"], 255 * found.get("rescale_factor", 1 / 255)
+            size = found.get("crop_size") or found.get("size") or {}
+            side = size.get("height") or size.get("shortest_edge") or side
+    return [m / scale for m in mean], [s / scale for s in std], side
+
+
+def picture_side(folder: Path, patch: int, side: int) -> int:
+    """Of a checkpoint that says its grid, what that is in pixels; else `side`."""
+    card = read_json(folder / "draftgrid.json") if (folder / "draftgrid.json").is_file() else {}
+    return card["grid"][0] * patch if "grid" in card else side
+
+
+def tokenizer_weights(folder: Path, whole: bool) -> dict[str, Tensor]:
+    """Weights by the tokenizer's own names; of a `whole` language model only those under PREFIX. Empty if none."""
+    stored = read_tensors(folder, lambda name: not whole or PREFIX in name)
+    return {name.partition(PREFIX)[2] if whole else name: tensor.float() for name, tensor in stored.items()}
+
+
+def fill(
+    model: Any, state: dict[str, Tensor], folder: Path, what: str, sizes: str = "of config.json", assign: bool = False
+) -> Any:
+    """The model with these weights. Raises ValueError naming what does not fit, in words with `what` and `sizes`."""
+    try:
+        missing, unknown = model.load_state_dict(state, strict=False, assign=assign)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder}: {what} does not have the sizes {sizes}: {reason}") from None
+    if missing or unknown:
+        raise ValueError(f"{folder}: {what} lacks {missing[:3]} and has unknown {unknown[:3]}")
+    return model
