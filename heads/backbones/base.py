@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.backbones.cache import RaggedCache
+from heads.backbones.graphs import Recorded
 from heads.grid import TokenGrid
 from heads.prompts import Prompt, twins
 
@@ -35,6 +36,8 @@ class DecodeState:
     """(G * B,) tokens of each row's prompt; image slot s is written at prompt_length + s."""
     slots: list[int]
     """(B,) sequence slots kept after the prompt."""
+    turn: int = 0
+    """Which of the cache's pictures this is."""
 
     @property
     def batch(self) -> int:
@@ -76,6 +79,8 @@ class Backbone(nn.Module, ABC):
     name: str
     revision: str | None = None
     compiled: bool = False
+    _cache: tuple[int, RaggedCache] | None = None
+    """(rows, cache) of the compiled forwards."""
     linear_head: bool = True
     """Whether `project` is a linear map: then a chain head's draft costs two small products a position."""
 
@@ -129,7 +134,7 @@ class Backbone(nn.Module, ABC):
                 part.vqmodel = nn.Identity()
 
     def step(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
-        """`trunk` while decoding: what `compile_decoding` compiles."""
+        """`trunk` while decoding: what `compile_decoding` records."""
         return self.trunk(embeds, positions, mask, cache)
 
     @property
@@ -216,14 +221,34 @@ class Backbone(nn.Module, ABC):
             raise ValueError(f"image tokens reach {low}..{high}; the backbone knows 0..{self.image_vocab_size - 1}")
 
     def compile_decoding(self) -> None:
-        """Compile the decoding forward with torch.compile, for every decoder alike; the first forwards take a minute.
+        """Compile the decoding forward, for every decoder alike: layers with torch.compile, and on a GPU the whole step
+        as a CUDA graph for each shape that comes again (`graphs.Recorded`).
 
-        The cache is then read as a whole, whatever is in it, so that one graph serves every step. The prefill is not
-        compiled: its length is another for every prompt.
+        The first forwards take seconds. The cache is read in blocks and used again by the next picture, so a picture
+        must be finished before the next begins. The prefill is not compiled: its length is another for every prompt.
         """
         if not self.compiled:
             self.compiled = True
-            self.step = torch.compile(self.step, dynamic=True)  # type: ignore[method-assign]
+            self.compile_layers()
+            if {p.device.type for p in self.parameters()} == {"cuda"} and len(
+                {p.device for p in self.parameters()}
+            ) == 1:
+                self.step = Recorded(self.step)  # type: ignore[method-assign]
+
+    def compile_layers(self) -> None:
+        """Compile what `step` spends its time in; an adapter on layers of its own kind compiles those."""
+        self.step = torch.compile(self.step, dynamic=True)  # type: ignore[method-assign]
+
+    def _new_cache(self, rows: int, longest: int) -> RaggedCache:
+        """Room for prompts of `longest` tokens and a picture; compiled forwards get the one they know, if it fits."""
+        # A ragged window is padded behind its end; the pads need a place in the cache too.
+        picture = 2 * self.grid.height * self.grid.stride
+        if not self.compiled:
+            return RaggedCache(self.layers, longest + picture)
+        if self._cache is None or self._cache[0] != rows or self._cache[1].capacity < longest + picture:
+            self._cache = rows, RaggedCache(self.layers, -(-longest // 128) * 128 + picture, static=True)
+        self._cache[1].turn += 1
+        return self._cache[1]
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[str], guidance: float = 1.0) -> tuple[DecodeState, Tensor]:
@@ -237,9 +262,7 @@ class Backbone(nn.Module, ABC):
         ids = self.ids_of(rows)
         lengths = [len(i) for i in ids]
         longest = max(lengths)
-        # A ragged window is padded behind its end; the pads need a place in the cache too.
-        capacity = longest + 2 * self.grid.height * self.grid.stride
-        cache = RaggedCache(self.layers, capacity, static=self.compiled)
+        cache = self._new_cache(len(rows), longest)
         embeds = torch.zeros(len(rows), longest, self.hidden_size, dtype=self.dtype, device=self.device)
         for r, prompt in enumerate(ids):
             embeds[r, : lengths[r]] = self.embed_ids(prompt.to(self.device))
@@ -248,7 +271,7 @@ class Backbone(nn.Module, ABC):
         last = torch.tensor(lengths, device=self.device) - 1
         h = h[torch.arange(len(rows), device=self.device), last]
         G = len(rows) // len(prompts)
-        return DecodeState(cache, G, lengths, [0] * len(prompts)), h.view(G, len(prompts), 1, -1)
+        return DecodeState(cache, G, lengths, [0] * len(prompts), cache.turn), h.view(G, len(prompts), 1, -1)
 
     @torch.inference_mode()
     def forward(self, state: DecodeState, tokens: Tensor, first: list[int]) -> Tensor:
@@ -256,10 +279,13 @@ class Backbone(nn.Module, ABC):
 
         tokens (B, L) are the codes at positions first[b] .. first[b] + L - 1; the cache must hold exactly what comes
         before (`rollback` sees to it). Returns h (G, B, L, D) of positions first[b] + 1 .. first[b] + L. Structure
-        tokens travel with the row's last token and cost no forward of their own.
+        tokens travel with the row's last token and cost no forward of their own. Raises ValueError if a later `start`
+        of the compiled backbone took the cache.
         """
         B, L = tokens.shape
         grid = self.grid
+        if state.turn != state.cache.turn:
+            raise ValueError("this picture's cache was taken by a later start(); compiled, finish one before the next")
         begin = [grid.slot(f) for f in first]
         assert begin == state.slots, f"cache holds {state.slots} slots, the window begins at {begin}"
         end = [grid.slot(f + L) for f in first]

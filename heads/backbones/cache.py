@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+BLOCK = 1024
+"""Slots a static cache is read by."""
+
 
 class _Layer(CacheLayerMixin):
     """One layer's keys and values, (R, heads, capacity, head_dim)."""
@@ -34,7 +37,7 @@ class _Layer(CacheLayerMixin):
             self.values[:, :, write] = value_states
         else:
             write = write.to(key_states.device)  # layers may lie on several devices
-            rows = torch.arange(len(write), device=write.device)[:, None]
+            rows = torch.arange(write.shape[0], device=write.device)[:, None]
             self.keys[rows, :, write] = key_states.transpose(1, 2)
             self.values[rows, :, write] = value_states.transpose(1, 2)
         return self.keys[:, :, :seen], self.values[:, :, :seen]
@@ -50,11 +53,14 @@ class _Layer(CacheLayerMixin):
 
 
 class RaggedCache(Cache):
-    """Call `aim` before each forward: it says where the coming tokens are written and how many slots are read."""
+    """Call `aim` before each forward: it says where the coming tokens are written and how many slots are read.
+
+    `turn` counts the pictures it has served: a static one is used again, for graphs know its address.
+    """
 
     def __init__(self, layers: int, capacity: int, static: bool = False) -> None:
-        """`static`: always read the whole buffer and write by index, so that shapes do not change from step to step."""
-        self.capacity, self.static = capacity, static
+        """`static`: read whole blocks and write by index, so that few shapes occur from step to step."""
+        self.capacity, self.static, self.turn = capacity, static, 0
         self.write: Tensor | slice = slice(0, 0)
         self.seen = 0
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
@@ -65,7 +71,7 @@ class RaggedCache(Cache):
         if self.seen > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} slots, the window ends at {self.seen}")
         if self.static:
-            self.seen = self.capacity
+            self.seen = min(self.capacity, -(-self.seen // BLOCK) * BLOCK)
             positions = torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)
             self.write = positions
         elif len(set(first)) == 1:

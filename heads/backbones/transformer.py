@@ -2,12 +2,14 @@
 codes that are words of the text vocabulary. A family says its prompts, its header and where its parts are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
 
+from heads.backbones.attention import share_groups
 from heads.backbones.base import Backbone, ImageHead
 from heads.backbones.cache import RaggedCache
 
@@ -16,6 +18,11 @@ class TransformerBackbone(Backbone):
     """`text` is the text model: embed_tokens, rotary_emb, layers and norm, as all of transformers' Llama kin have."""
 
     text: Any
+    compiled_layer: Callable[..., Tensor] | None = None
+
+    def take_text(self, text: Any) -> None:
+        self.text = text
+        share_groups(text)
 
     @property
     def layers(self) -> int:
@@ -30,7 +37,7 @@ class TransformerBackbone(Backbone):
 
     def trunk(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache | None) -> Tensor:
         if cache is not None:
-            return self._layers(embeds, positions, mask, cache)
+            return self._layers(one_layer, embeds, positions, mask, cache)
         kept: list[Tensor] = []
         hook = self.text.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
         try:
@@ -40,24 +47,37 @@ class TransformerBackbone(Backbone):
         (h,) = kept
         return h
 
-    def _layers(self, h: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
-        """The text model's layers without its norm. The mask is ours, so the model need not plan one; no hook, so that
-        the step compiles to one graph."""
+    def step(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
+        return self._layers(self.compiled_layer or one_layer, embeds, positions, mask, cache)
+
+    def compile_layers(self) -> None:
+        """One layer is compiled, and serves all: they differ in weights and cache alone, which are its inputs."""
+        self.compiled_layer = torch.compile(one_layer, dynamic=True)
+
+    def _layers(
+        self, call: Callable[..., Tensor], h: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache
+    ) -> Tensor:
+        """The text model's layers without its norm. The mask is ours, so the model need not plan one."""
         rotary = self.text.rotary_emb(h, position_ids=positions)
-        for layer in self.text.layers:
-            out = layer(
-                h,
-                attention_mask=mask,
-                position_embeddings=rotary,
-                position_ids=positions,
-                cache=cache,
-                use_cache=True,
-            )
-            h = out[0] if isinstance(out, tuple) else out  # Chameleon's layers wrap it
+        for layer, own in zip(self.text.layers, cache.layers, strict=True):
+            h = call(layer, h, positions, mask, rotary, own)
         return h
 
     def norm(self, h: Tensor) -> Tensor:
         return self.text.norm(h)
+
+
+def one_layer(
+    layer: nn.Module,
+    h: Tensor,
+    positions: Tensor,
+    mask: Tensor | None,
+    rotary: tuple[Tensor, Tensor],
+    cache: CacheLayerMixin,
+) -> Tensor:
+    """A decoder layer on (R, L, D), with its own layer of the cache: which number it has in the model plays no part."""
+    out = layer(h, attention_mask=mask, position_embeddings=rotary, position_ids=positions, cache=cache, use_cache=True)
+    return out[0] if isinstance(out, tuple) else out  # Chameleon's layers wrap it
 
 
 class VocabularyBackbone(TransformerBackbone):
