@@ -3,6 +3,7 @@
 python -m eval.bench images=16 out=runs/bench
 python -m eval.bench suite=all
 python -m eval.bench calibrate=true decoders=ssd_coupled
+python -m eval.bench backbone=random:emu3        (latency alone: random weights at full size, see eval/latency.py)
 """
 
 from collections.abc import Sequence
@@ -19,10 +20,13 @@ from eval.calibrate import calibrate, windowed
 from eval.calibrate import table as calibrate_table
 from eval.chart import speed_chart
 from eval.decoders import Sampling
+from eval.latency import LatencyConfig
+from eval.latency import run as run_latency
 from eval.measure import Part, Plan, Run, accept_cost, batches, interpolate, measure, speedup, step_cost
 from eval.metrics.likelihood import bootstrap, surprise
 from eval.setup import Decoder, EvalConfig, Loaded, load, parse_decoders, spread
 from eval.suites import CALIBRATED, SHORT, SMOKE, every
+from heads.backbones.random import PREFIX
 from heads.cli import key, main
 from heads.files import atomic, write_json
 from heads.run_folder import machine
@@ -40,9 +44,10 @@ class BenchConfig(EvalConfig):
     quality_batch: int = key(8, "pictures drawn together where nothing is timed")
     guidances: list[float] = key(list, "several guidance scales, each in OUT/guidanceN; empty = `guidance`, or suite's")
     calibrate: bool = key(False, "only print what each window costs, for the decoders that have one")
+    layers: int = key(0, "of backbone=random:FAMILY, the first N transformer layers; 0 = all")
     smoke: bool = key(False, "2 pictures, once, one guidance; of suite=all each decoder once with each kind of heads")
     columns: int = key(8, "pictures a row on the sheet")
-    out: str = key("runs/bench", "folder for bench.json, sheet.png and speed.png (or calibrate.json)")
+    out: str = key("runs/bench", "folder for bench.json, sheet.png and speed.png (or calibrate.json, latency.json)")
 
 
 @dataclass(frozen=True)
@@ -267,6 +272,10 @@ def accept_line(cost: dict[str, float]) -> str:
 
 
 def run(config: BenchConfig) -> None:
+    if config.backbone.startswith(PREFIX):
+        return latency(config)
+    if config.layers:
+        raise ValueError(f"layers is {config.layers}; only backbone={PREFIX}FAMILY can have fewer than its own")
     decoders, samplings, plan = settle(config)
     loaded = load(config, decoders)
     images = len(loaded.prompts)
@@ -292,6 +301,24 @@ def run(config: BenchConfig) -> None:
         cost = accept_cost(loaded.backbone.device)
         write_json(Path(config.out) / "accept_step.json", cost)
         print(accept_line(cost))
+
+
+def latency(config: BenchConfig) -> None:
+    """backbone=random:FAMILY. Raises ValueError for a key that means nothing with random weights."""
+    for name in ("suite", "calibrate", "smoke", "tokenizer", "top_k"):
+        if value := getattr(config, name):
+            raise ValueError(f"{name} is {value!r}; with backbone={config.backbone} only latency is measured")
+    run_latency(
+        LatencyConfig(
+            config.backbone.removeprefix(PREFIX),
+            config.layers,
+            config.grid,
+            config.decoders or LatencyConfig.decoders,
+            config.repeats,
+            device=config.device,
+            out=config.out,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -140,10 +140,15 @@ def lengths_on(grid: TokenGrid, windows: Sequence[int] = ()) -> list[int]:
 
 @torch.inference_mode()
 def step_cost(
-    loaded: Loaded, batch: int = 1, windows: Sequence[int] = (), repeats: int = 15
+    loaded: Loaded,
+    batch: int = 1,
+    windows: Sequence[int] = (),
+    repeats: int = 15,
+    lengths: Sequence[int] = (),
 ) -> tuple[dict[int, float], dict[str, float] | None]:
     """{L: median seconds of a forward over L image tokens, the cache half full}, and what drafting a row takes.
 
+    `lengths` are the L, in place of those that a chart needs and of `windows`.
     A drafted row is all an offset head costs in decoding: W cells through it, the final norm, LM head, the sampling
     pipeline and the draw; `seconds` repeated alone, as the forwards are, and `seconds_in_loop` right behind a forward,
     which has emptied the caches. None without offset heads.
@@ -152,7 +157,7 @@ def step_cost(
     heads = loaded.heads.get("offsets")
     grid, device = backbone.grid, backbone.device
     half = max(1, grid.height // 2 * grid.width)
-    lengths = lengths_on(grid, windows)
+    lengths = lengths or lengths_on(grid, windows)
     prompts = loaded.prompts[:batch]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(backbone.image_vocab_size, (len(prompts), grid.positions), generator=generator).to(device)

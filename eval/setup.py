@@ -12,7 +12,6 @@ import data
 if not hasattr(data, "SPLITS"):
     raise ImportError(f"the package 'data' at {data.__path__} is not Draftgrid's; run where Draftgrid's comes first")
 
-from data.sources import read_prompts
 from eval.decoders import DECODERS, DecodeResult, Policy, Sampling, make_policy
 from eval.decoders.engine import RowCallback
 from eval.decoders.engine import run as decode
@@ -110,6 +109,8 @@ class Loaded:
 
 def load(config: EvalConfig, decoders: Sequence[Decoder]) -> Loaded:
     """Check the cheap things first, then load. Raises ValueError."""
+    from data.sources import read_prompts  # reads pictures too, with a library that latency alone need not have
+
     sampling = Sampling(config.guidance, config.temperature, config.top_k, config.top_p)
     if config.smoke:
         config.images = min(config.images, 2)

@@ -118,6 +118,24 @@ def compose(schema: type[T], arguments: Sequence[str], recipes: Path | None = No
     return value
 
 
+def compose_plain(schema: type[T], arguments: Sequence[str]) -> T:
+    """The same of a flat schema without a recipe, and without Hydra. Raises ValueError."""
+    import json
+
+    known = leaves(schema)
+    value = schema()
+    for name, text in split_overrides(arguments, known).items():
+        kind = known[name][0]
+        try:
+            found = text if kind is str else json.loads(text)
+        except ValueError:
+            found = None
+        if type(found) is not (get_origin(kind) or kind) and not (kind is float and type(found) is int):
+            raise ValueError(_wrong(name, text, known))
+        setattr(value, name, found)
+    return value
+
+
 def _recipe(path: Path, schema: type, known: dict[str, tuple[Any, Any, str]]) -> Any:
     """The recipe's YAML, every key known and every value of its field's type. Raises ValueError that names the file."""
     from omegaconf import DictConfig, OmegaConf
@@ -217,14 +235,18 @@ def main(
     recipes: Path | None = None,
     default_recipe: str = "",
     arguments: Sequence[str] | None = None,
+    plain: bool = False,
 ) -> None:
-    """Entry of every command: compose, run; a ValueError or a full disk ends it with one sentence and exit code 2."""
+    """Entry of every command: compose, run; a ValueError or a full disk ends it with one sentence and exit code 2.
+
+    `plain` composes without Hydra, for a machine that lacks it: values are numbers, true or false, [lists] and text.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if any(a in ("-h", "--help", "help") for a in arguments):
         print(show_help(schema, doc))
         return
     try:
-        run(compose(schema, arguments, recipes, default_recipe))
+        run(compose_plain(schema, arguments) if plain else compose(schema, arguments, recipes, default_recipe))
     except ValueError as error:
         if os.environ.get("DRAFTGRID_TRACEBACK"):
             raise

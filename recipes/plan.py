@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from heads.backbones.base import Backbone
 from heads.backbones.loading import ADAPTERS, FAMILIES, family, find_checkpoint, read_card, shipped
-from heads.backbones.published import PUBLISHED
+from heads.backbones.published import PUBLISHED, meta_model
 from heads.config import LossConfig
 from heads.files import read_json
 from heads.memory import STRATEGIES, Held, Layout, Shape, Tensors, held, layout
@@ -95,7 +95,7 @@ def load_subject(config: TrainConfig) -> Subject:
     if adapter not in ADAPTERS:
         raise ValueError(f"backbone.adapter is {adapter!r}; set it to one of {', '.join(ADAPTERS)}")
     grid = b.grid or card.get("grid")
-    model, kind = _meta_model(found, name), family(adapter, name)
+    model, kind = meta_model(found, name), family(adapter, name)
     whole = count(model)
     kind.lighten(model)
     settings = {"grid": tuple(grid)} if grid else {}
@@ -121,20 +121,6 @@ def _description(b: BackboneConfig) -> tuple[dict[str, Any], dict[str, Any], str
             f"backbone.checkpoint is {b.place!r}, where no config.json is; the plan needs that file alone: set "
             f"backbone.checkpoint to the folder it lies in, or to {' or '.join([*shipped(), *PUBLISHED])}"
         ) from None
-
-
-def _meta_model(config: dict[str, Any], where: str) -> Any:
-    """transformers' own class on the meta device."""
-    import transformers
-
-    try:
-        found = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
-        kind = getattr(transformers, (found.architectures or ["?"])[0])
-    except (ValueError, KeyError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise ValueError(f"{where}: config.json names no model transformers knows: {reason}") from None
-    with torch.device("meta"):
-        return kind(found).requires_grad_(False)
 
 
 def _new_backbone(config: TrainConfig) -> Subject:

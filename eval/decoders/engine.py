@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eval.decoders.kernels import Sampling
 from eval.decoders.randomness import RandomSource, SeededSource, Where
-from heads.backbones.base import Backbone
+from heads.backbones.base import Backbone, DecodeState
 from heads.grid import Offset, TokenGrid
 from heads.mtp import MTPHeads
 from heads.timing import settle
@@ -305,30 +305,42 @@ def run(
     numbers = list(range(len(prompts)) if samples is None else samples)
     heads = heads if policy.drafts_with else None
     canvas = Canvas(backbone, heads, sampling, source or SeededSource(seed), numbers, tokenizer)
-    stats = canvas.stats
     policy.begin(canvas)
-    with stats.clock("seconds_forward", device):
+    with canvas.stats.clock("seconds_forward", device):
         state, h = backbone.start(prompts, sampling.guidance)
-    rows, step = 0, 0
-    first = [-1] * len(prompts)
+    rows = 0
+    for _ in steps(canvas, policy, state, h):
+        if callback is not None and min(canvas.committed) // grid.width > rows:
+            rows = min(canvas.committed) // grid.width
+            callback(rows, canvas.tokens.view(-1, grid.height, grid.width).clone())
+    canvas.tally.write(canvas.stats)
+    return DecodeResult(canvas.tokens.view(-1, grid.height, grid.width), canvas.stats, policy.exact)
+
+
+def steps(canvas: Canvas, policy: Policy, state: DecodeState, h: Tensor) -> Iterator[None]:
+    """Step after step until the canvas is full: test what the last forward says, draft, go forward.
+
+    The state has read the committed tokens, and h (G, B, 1, D) are the states behind them.
+    """
+    backbone, heads, stats, device = canvas.backbone, canvas.heads, canvas.stats, canvas.tokens.device
+    first = [n - 1 for n in canvas.committed]
+    step = 0
     while True:
         stats.nfe += 1
         if heads is not None:
             canvas.remember(h, first)
         with stats.clock("seconds_verify", device):
             canvas.visit = 2 * step
-            policy.verify(canvas, sampling.probabilities(backbone.logits(_targets(canvas, h, first))))
+            policy.verify(canvas, canvas.sampling.probabilities(backbone.logits(_targets(canvas, h, first))))
         with stats.clock("seconds_draft", device):
             canvas.visit += 1
             policy.draft(canvas)
         for b, n in enumerate(canvas.committed):
-            if n == grid.positions and not stats.steps[b]:
+            if n == canvas.grid.positions and not stats.steps[b]:
                 stats.steps[b] = stats.nfe
-        if callback is not None and min(canvas.committed) // grid.width > rows:
-            rows = min(canvas.committed) // grid.width
-            callback(rows, canvas.tokens.view(-1, grid.height, grid.width).clone())
+        yield
         if canvas.done:
-            break
+            return
         step += 1
         first = list(canvas.cached)
         length = max(n + a - f for n, a, f in zip(canvas.committed, canvas.ahead, first, strict=True))
@@ -336,8 +348,6 @@ def run(
             backbone.rollback(state, first)
             h = backbone.forward(state, canvas.window(first, length), first)
         stats.tokens_forwarded += length
-    canvas.tally.write(stats)
-    return DecodeResult(canvas.tokens.view(-1, grid.height, grid.width), stats, policy.exact)
 
 
 def _targets(canvas: Canvas, h: Tensor, first: Sequence[int]) -> Tensor:

@@ -9,6 +9,8 @@ transformers' class. Of the vocabularies only the words an adapter looks up are 
 
 from typing import Any
 
+import torch
+
 
 def emu3() -> dict[str, Any]:
     codes = {f"<|visual token {c:06d}|>": 151_854 + c for c in range(32_768)}
@@ -103,9 +105,25 @@ def lumina_mgpt() -> dict[str, Any]:
     }
 
 
+CONFIGS = {"emu3": emu3, "janus_pro": janus_pro, "lumina_mgpt": lumina_mgpt}
+"""By adapter."""
 PUBLISHED = {
     "BAAI/Emu3-Gen-hf": emu3,
     "deepseek-community/Janus-Pro-7B": janus_pro,
     "Alpha-VLLM/Lumina-mGPT-7B-768": lumina_mgpt,
 }
 """By hub id."""
+
+
+def meta_model(config: dict[str, Any], where: str) -> Any:
+    """transformers' own class on the meta device: all shapes, no numbers. Raises ValueError for an unknown config."""
+    import transformers
+
+    try:
+        found = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+        kind = getattr(transformers, (found.architectures or ["?"])[0])
+    except (ValueError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(f"{where}: config.json names no model transformers knows: {reason}") from None
+    with torch.device("meta"):
+        return kind(found).requires_grad_(False)

@@ -6,7 +6,6 @@ Not a learned autoencoder: a code is the mean of the patches assigned to it, so 
 from pathlib import Path
 
 import torch
-from einops import rearrange
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -32,6 +31,8 @@ class PatchVQ(ImageTokenizer):
         return self
 
     def _patches(self, images: Tensor) -> Tensor:
+        from einops import rearrange  # here, for a machine that decodes with another tokenizer may lack it
+
         if images.shape[-1] % self.patch or images.shape[-2] % self.patch:
             raise ValueError(
                 f"picture of {tuple(images.shape[-2:])} pixels does not divide into {self.patch}x{self.patch}"
@@ -43,6 +44,8 @@ class PatchVQ(ImageTokenizer):
         return nearest(patches.flatten(0, 2), self._codebook).view(patches.shape[:3])
 
     def decode(self, tokens: Tensor) -> Tensor:
+        from einops import rearrange
+
         patches = self._codebook[tokens.to(self._codebook.device)]
         return rearrange(patches, "b h w (c p q) -> b c (h p) (w q)", p=self.patch, q=self.patch)
 

@@ -1,0 +1,235 @@
+"""What decoding costs at the size of the published models, without their weights: random ones, real architecture.
+
+AR and SSD take the same steps whatever the weights are, so their seconds are real ones. A whole AR picture takes
+minutes; its steps are timed at five lengths of the cache and summed over the picture. Eagerly and compiled. Beside this
+checkout only torch, transformers and safetensors are needed.
+
+python -m eval.latency                                       the three families, on a GPU, in minutes
+python -m eval.latency backbones=emu3 layers=1 grid=[4,90]   as a check, on a CPU
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eval.decoders import Sampling, make_policy
+from eval.decoders.engine import Canvas, steps
+from eval.decoders.randomness import SeededSource
+from eval.measure import step_cost
+from eval.setup import Decoder, Loaded, parse_decoders
+from heads.backbones.base import Backbone, DecodeState
+from heads.backbones.random import random_backbone
+from heads.cli import key, main
+from heads.config import HeadsConfig
+from heads.device import pick_device
+from heads.files import write_json
+from heads.mtp import new_heads
+from heads.run_folder import machine
+from heads.timing import settle
+
+SETTINGS = {"emu3": (3.0, 2048, 2), "lumina_mgpt": (4.0, 2000, 2), "janus_pro": (5.0, 0, 1)}
+"""Guidance and top-k a family is drawn with, and the rows its heads reach down: those of recipe FAMILY_ssd."""
+PLACES, STEPS, WARM = 5, 30, 3
+"""AR is timed at so many lengths of the cache, over so many steps, behind so many untimed ones."""
+CAPTION = ["random"]
+
+
+@dataclass
+class LatencyConfig:
+    backbones: str = key("emu3,lumina_mgpt,janus_pro", "families, comma-separated")
+    layers: int = key(0, "transformer layers, the first N; 0 = all of them")
+    grid: list[int] = key(list, "[rows, columns] of one family; empty = its own")
+    decoders: str = key("ssd,ssd:rows_in_flight=2", "comma-separated; of kinds whose steps do not depend on weights")
+    repeats: int = key(3, "pictures per decoder; medians are reported")
+    compile: bool = key(True, "measure compiled as well")
+    device: str = key("auto", "auto, cpu, cuda, cuda:1, ...")
+    out: str = key("runs/latency", "folder for latency.json")
+
+
+def check(config: LatencyConfig) -> tuple[list[str], list[Decoder]]:
+    """(families, decoders). Raises ValueError before anything is made."""
+    families = [name.strip() for name in config.backbones.split(",")]
+    for name in families:
+        if name not in SETTINGS:
+            raise ValueError(f"no family of backbones is named {name!r}; known: {', '.join(SETTINGS)}")
+    if config.grid and (len(config.grid) != 2 or len(families) > 1):
+        raise ValueError(f"grid is {config.grid}; use [rows, columns], and with one family in backbones")
+    if config.repeats < 1:
+        raise ValueError(f"repeats is {config.repeats}; it must be at least 1")
+    decoders = parse_decoders(config.decoders)
+    for d in decoders:
+        if d.name != "ssd":
+            raise ValueError(f"decoders names {d.text}; with random weights only ssd's steps mean anything, and AR's")
+    return families, decoders
+
+
+def run(config: LatencyConfig) -> None:
+    families, decoders = check(config)
+    device = pick_device(config.device)
+    report: dict[str, Any] = {"machine": machine(), "torch": torch.__version__, "families": []}
+    for name in families:
+        grid = (config.grid[0], config.grid[1]) if config.grid else None
+        began = time.perf_counter()
+        backbone = random_backbone(f"random:{name}", config.layers, grid, device=device)
+        found = family(backbone, decoders, config.repeats, config.compile)
+        report["families"].append(found)
+        write_json(Path(config.out) / "latency.json", report)
+        print(table(found))
+        print(f"measured in {time.perf_counter() - began:.0f} s", flush=True)
+        del backbone
+        if device != "cpu":
+            torch.cuda.empty_cache()
+    print(f"machine: {report['machine']}, torch {report['torch']}, {torch.get_num_threads()} threads")
+    print(Path(config.out) / "latency.json")
+
+
+def family(backbone: Backbone, decoders: Sequence[Decoder], repeats: int, compile: bool) -> dict[str, Any]:
+    """Everything about one backbone, eager and, last, compiled: what has been compiled stays so."""
+    guidance, top_k, down = SETTINGS[backbone.adapter]
+    grid = backbone.grid
+    settings = HeadsConfig(right=min(5, grid.width - 1), down=min(down, grid.height - 1))
+    heads = new_heads(settings, backbone).to(backbone.device, backbone.dtype).eval()
+    loaded = Loaded(backbone, None, {"offsets": heads}, CAPTION, Sampling(guidance, 1.0, top_k))  # type: ignore[arg-type]
+    modes = {"eager": measure(loaded, decoders, repeats)}
+    if compile:
+        backbone.compile_decoding()
+        modes["compiled"] = measure(loaded, decoders, repeats)
+    return {
+        "backbone": backbone.name,
+        "grid": [grid.height, grid.width],
+        "layers": backbone.layers,
+        "parameters": sum(p.numel() for p in backbone.parameters()),
+        "heads_parameters": sum(p.numel() for p in heads.parameters()),
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "guidance": guidance,
+        "top_k": top_k,
+        "logits": backbone.image_vocab_size,
+        "memory": torch.cuda.max_memory_allocated(backbone.device) if backbone.device.type == "cuda" else None,
+        "modes": modes,
+    }
+
+
+def measure(loaded: Loaded, decoders: Sequence[Decoder], repeats: int) -> dict[str, Any]:
+    """Seconds of AR by length of the cache and of its picture, of a forward by tokens, a drafted row, each decoder."""
+    grid, W = loaded.backbone.grid, loaded.backbone.grid.width
+    lengths = [n for n in (1, W, 2 * W, 3 * W) if grid.height // 2 * W + n < grid.positions]
+    ar = ar_steps(loaded)
+    forwards, draft = step_cost(loaded, repeats=5 * repeats, lengths=lengths)
+    rows = []
+    seconds = picture(ar, grid.positions)
+    for decoder in decoders:
+        draw(loaded, decoder)  # untimed: kernels are chosen, graphs recorded
+        drawn = [draw(loaded, decoder) for _ in range(repeats)]
+        whole, nfe = median(s for s, _ in drawn), drawn[0][1]
+        rates = {"per_step": whole / nfe, "speedup": seconds / whole}
+        rows.append({"decoder": decoder.text, "steps": nfe, "seconds": whole, **rates})
+    return {
+        "ar": {"seconds": seconds, "steps": grid.positions, "by_cache": {str(n): t for n, t in ar}},
+        "forward": {str(grid.slot(n)): t for n, t in forwards.items()},
+        "draft_row": draft,
+        "decoders": rows,
+    }
+
+
+def draw(loaded: Loaded, decoder: Decoder) -> tuple[float, int]:
+    """(seconds, forwards) of one picture."""
+    begun = time.perf_counter()
+    result = loaded.draw(decoder, [0], seed=0)
+    settle(loaded.backbone.device)
+    return time.perf_counter() - begun, result.stats.nfe
+
+
+def picture(by_cache: Sequence[tuple[int, float]], positions: int) -> float:
+    """Seconds of a whole AR picture: its steps, each taking what the neighbouring measured lengths say, linearly."""
+    lengths, seconds = zip(*by_cache, strict=True)
+    return float(np.interp(np.arange(positions), lengths, seconds).sum())
+
+
+@torch.inference_mode()
+def ar_steps(loaded: Loaded) -> list[tuple[int, float]]:
+    """(image tokens in the cache, median seconds of a whole AR step there), at PLACES places from top to bottom."""
+    T = loaded.backbone.grid.positions
+    count = min(STEPS, T - WARM - 1)
+    if count < 1:
+        raise ValueError(f"grid has {T} cells; AR is timed over at least {WARM + 2}")
+    places = sorted({round((T - WARM - count) * k / (PLACES - 1)) for k in range(PLACES)})
+    found = []
+    for place in places:
+        _, rest = resume(loaded, torch.randint(loaded.backbone.image_vocab_size, (1, T)), place)
+        timed = _clocked(rest, loaded.backbone.device)
+        seconds = [next(timed) for _ in range(WARM + count)][WARM:]
+        found.append((place + WARM + count // 2, median(seconds)))
+    return found
+
+
+def resume(loaded: Loaded, tokens: Tensor, place: int) -> tuple[Canvas, Iterator[None]]:
+    """A picture whose first `place` of the tokens (1, T) are there, and AR's own steps from there on."""
+    backbone, policy = loaded.backbone, make_policy("ar")
+    canvas = Canvas(backbone, None, loaded.sampling, SeededSource(0), [0])
+    canvas.tokens[:, :place] = tokens[:, :place].to(canvas.tokens.device)
+    state, h = backbone.start(CAPTION, loaded.sampling.guidance)
+    if place:
+        h = _fill(backbone, state, canvas.tokens[:, :place])
+    canvas.committed = [place]
+    policy.begin(canvas)
+    return canvas, steps(canvas, policy, state, h)
+
+
+def _fill(backbone: Backbone, state: DecodeState, tokens: Tensor) -> Tensor:
+    """Read tokens (1, N), some rows at a time -> h (G, 1, 1, D) behind the last."""
+    rows = 4 * backbone.grid.width
+    for n in range(0, tokens.shape[1], rows):
+        h = backbone.forward(state, tokens[:, n : n + rows], [n])
+    return h[:, :, -1:]
+
+
+def _clocked(steps: Iterator[None], device: torch.device) -> Iterator[float]:
+    settle(device)
+    begun = time.perf_counter()
+    for _ in steps:
+        settle(device)
+        yield time.perf_counter() - begun
+        settle(device)
+        begun = time.perf_counter()
+
+
+def table(found: dict[str, Any]) -> str:
+    """One family as text."""
+    height, width = found["grid"]
+    lines = [
+        f"{found['backbone']}, {found['layers']} layers, {found['parameters'] / 1e9:.2f} billion weights, "
+        f"{found['dtype']}, {height}x{width}, guidance {found['guidance']:g}, one picture at a time"
+    ]
+    eager = found["modes"]["eager"]["ar"]["seconds"]
+    lines.append(f"  {'':<34}{'steps':>7}{'s/image':>10}{'ms/step':>10}{'over eager AR':>15}{'over its own':>14}")
+    for mode, m in found["modes"].items():
+        ar = {"decoder": "ar", "speedup": 1.0, **m["ar"], "per_step": m["ar"]["seconds"] / m["ar"]["steps"]}
+        for r in (ar, *m["decoders"]):
+            name = f"{r['decoder']}, {mode}"
+            lines.append(
+                f"  {name:<34}{r['steps']:>7}{r['seconds']:>10.2f}{1000 * r['per_step']:>10.2f}"
+                f"{eager / r['seconds']:>14.1f}x{r['speedup']:>13.1f}x"
+            )
+    for mode, m in found["modes"].items():
+        by_cache, forward = (_cells(m[group]) for group in ("ar", "forward"))
+        lines.append(f"  {mode}: AR step by tokens in the cache, ms: {by_cache}")
+        lines.append(f"  {mode}: forward over tokens, the cache half full, ms: {forward}")
+        if draft := m["draft_row"]:
+            share = f"{draft['share_of_forward']:.3f} of its forward"
+            lines.append(f"  {mode}: draft of a row {1000 * draft['seconds']:.2f} ms, {share}")
+    return "\n".join(lines)
+
+
+def _cells(group: dict[str, Any]) -> str:
+    return ", ".join(f"{n}: {1000 * t:.1f}" for n, t in group.get("by_cache", group).items())
+
+
+if __name__ == "__main__":
+    main(run, LatencyConfig, __doc__, plain=True)

@@ -1,0 +1,54 @@
+"""The published architectures at full size with random weights: to know what a forward costs takes no checkpoint."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.backbones.base import Backbone
+from heads.backbones.loading import ADAPTERS, family
+from heads.backbones.published import CONFIGS, meta_model
+
+PREFIX = "random:"
+PROMPT, UNCONDITIONAL = 64, 48
+"""Tokens of a random prompt and of its unconditional twin, which differ in length as those of real ones do."""
+
+
+def random_backbone(
+    name: str,
+    layers: int = 0,
+    grid: tuple[int, int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+) -> Backbone:
+    """random:FAMILY, frozen; `layers` > 0 keeps so many of its layers. Prompts are random ids, whatever is asked.
+
+    Weights are normal with deviation .02, norms one: no number grows without bound and none is denormal, so that a
+    forward takes what it takes with trained ones. Raises ValueError for an unknown family or more layers than it has.
+    """
+    kind = name.removeprefix(PREFIX)
+    if kind not in CONFIGS:
+        raise ValueError(f"backbone is {name!r}; use one of {', '.join(PREFIX + known for known in ADAPTERS)}")
+    config = CONFIGS[kind]()
+    text = config.get("text_config", config)
+    if not 0 <= layers <= text["num_hidden_layers"]:
+        raise ValueError(f"layers is {layers}; {kind} has {text['num_hidden_layers']}, and 0 stands for all")
+    text["num_hidden_layers"] = layers or text["num_hidden_layers"]
+    adapter, model = family(kind, name), meta_model(config, name)
+    adapter.lighten(model)
+    model = model.to(dtype).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0) if p.ndim == 1 or p.shape[-1] < 256 else p.normal_(0, 0.02, generator=generator)
+    backbone = adapter(model, None, name=name, **({"grid": grid} if grid else {}))  # type: ignore[call-arg]
+    inner: Any = backbone.text
+    inner.rotary_emb = type(inner.rotary_emb)(config=inner.config).to(device)  # its table is no weight
+    ids = torch.randint(text["vocab_size"], (PROMPT,), generator=torch.Generator().manual_seed(0))
+
+    def prompt_ids(prompts: Sequence[str | None]) -> list[Tensor]:
+        return [ids if isinstance(p, str) else ids[:UNCONDITIONAL] for p in prompts]
+
+    backbone.prompt_ids = prompt_ids  # type: ignore[method-assign]
+    return backbone.freeze()
