@@ -8,6 +8,7 @@ python -m eval.latency                                       the three families,
 python -m eval.latency backbones=emu3 layers=1 grid=[4,90]   as a check, on a CPU
 """
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -84,8 +85,10 @@ def run(config: LatencyConfig) -> None:
         print(table(found))
         print(f"measured in {time.perf_counter() - began:.0f} s", flush=True)
         del backbone
+        gc.collect()  # graphs and backbone hold each other
         if device != "cpu":
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
     print(f"machine: {report['machine']}, torch {report['torch']}, {torch.get_num_threads()} threads")
     print(Path(config.out) / "latency.json")
 

@@ -155,7 +155,7 @@ def loaded_heads(family: Ready, kind: str, folder: Path) -> MTPHeads:
     return heads
 
 
-@pytest.mark.parametrize("kind", ["ssd", "chain"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_from_pictures_to_pictures(name: str, kind: str, ready: Callable[[str], Ready], tmp_path: Path) -> None:
     family = ready(name)

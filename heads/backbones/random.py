@@ -51,4 +51,4 @@ def random_backbone(
         return [ids if isinstance(p, str) else ids[:UNCONDITIONAL] for p in prompts]
 
     backbone.prompt_ids = prompt_ids  # type: ignore[method-assign]
-    return backbone.freeze()
+    return backbone.to(device).freeze()
