@@ -305,7 +305,7 @@ def run(config: BenchConfig) -> None:
 
 def latency(config: BenchConfig) -> None:
     """backbone=random:FAMILY. Raises ValueError for a key that means nothing with random weights."""
-    for name in ("suite", "calibrate", "smoke", "tokenizer", "top_k"):
+    for name in ("suite", "calibrate", "tokenizer", "top_k"):
         if value := getattr(config, name):
             raise ValueError(f"{name} is {value!r}; with backbone={config.backbone} only latency is measured")
     run_latency(
@@ -317,6 +317,7 @@ def latency(config: BenchConfig) -> None:
             config.repeats,
             device=config.device,
             out=config.out,
+            smoke=config.smoke,
         )
     )
 

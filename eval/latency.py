@@ -5,7 +5,7 @@ minutes; its steps are timed at five lengths of the cache and summed over the pi
 checkout only torch, transformers and safetensors are needed.
 
 python -m eval.latency                                       the three families, on a GPU, in minutes
-python -m eval.latency backbones=emu3 layers=1 grid=[4,90]   as a check, on a CPU
+python -m eval.latency backbones=emu3 layers=2 grid=[4,90]   as a check, on a CPU
 """
 
 import gc
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from eval.decoders import Sampling, make_policy
 from eval.decoders.engine import Canvas, steps
@@ -52,6 +53,7 @@ class LatencyConfig:
     compile: bool = key(True, "measure compiled as well")
     device: str = key("auto", "auto, cpu, cuda, cuda:1, ...")
     out: str = key("runs/latency", "folder for latency.json")
+    smoke: bool = key(False, "2 layers of 64 numbers and 4 rows of 8 cells, eagerly, once")
 
 
 def check(config: LatencyConfig) -> tuple[list[str], list[Decoder]]:
@@ -73,37 +75,44 @@ def check(config: LatencyConfig) -> tuple[list[str], list[Decoder]]:
 
 def run(config: LatencyConfig) -> None:
     families, decoders = check(config)
+    if config.smoke:
+        config.layers, config.grid, config.repeats, config.compile = 2, [4, 8], 1, False
     device = pick_device(config.device)
+    if device == "cpu" and not config.layers:
+        raise ValueError("layers is 0, all of them, which takes hours on a CPU; set layers=2 and a grid of a few rows")
+    modes = 2 if config.compile else 1
+    total = len(families) * modes * (PLACES + 1 + len(decoders) * (1 + config.repeats))
+    bar = tqdm(total=total, desc="latency", unit="measurement", smoothing=0.05)
     report: dict[str, Any] = {"machine": machine(), "torch": torch.__version__, "families": []}
     for name in families:
         grid = (config.grid[0], config.grid[1]) if config.grid else None
-        began = time.perf_counter()
-        backbone = random_backbone(f"random:{name}", config.layers, grid, device=device)
-        found = family(backbone, decoders, config.repeats, config.compile)
+        bar.set_postfix_str(name)
+        backbone = random_backbone(f"random:{name}", config.layers, grid, device=device, narrow=config.smoke)
+        found = family(backbone, decoders, config.repeats, config.compile, bar)
         report["families"].append(found)
         write_json(Path(config.out) / "latency.json", report)
-        print(table(found))
-        print(f"measured in {time.perf_counter() - began:.0f} s", flush=True)
+        bar.write(table(found))
         del backbone
         gc.collect()  # graphs and backbone hold each other
         if device != "cpu":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
+    bar.close()
     print(f"machine: {report['machine']}, torch {report['torch']}, {torch.get_num_threads()} threads")
     print(Path(config.out) / "latency.json")
 
 
-def family(backbone: Backbone, decoders: Sequence[Decoder], repeats: int, compile: bool) -> dict[str, Any]:
+def family(backbone: Backbone, decoders: Sequence[Decoder], repeats: int, compile: bool, bar: tqdm) -> dict[str, Any]:
     """Everything about one backbone, eager and, last, compiled: what has been compiled stays so."""
     guidance, top_k, down = SETTINGS[backbone.adapter]
     grid = backbone.grid
     settings = HeadsConfig(right=min(5, grid.width - 1), down=min(down, grid.height - 1))
     heads = new_heads(settings, backbone).to(backbone.device, backbone.dtype).eval()
     loaded = Loaded(backbone, None, {"offsets": heads}, CAPTION, Sampling(guidance, 1.0, top_k))  # type: ignore[arg-type]
-    modes = {"eager": measure(loaded, decoders, repeats)}
+    modes = {"eager": measure(loaded, decoders, repeats, bar)}
     if compile:
         backbone.compile_decoding()
-        modes["compiled"] = measure(loaded, decoders, repeats)
+        modes["compiled"] = measure(loaded, decoders, repeats, bar)
     return {
         "backbone": backbone.name,
         "grid": [grid.height, grid.width],
@@ -119,17 +128,18 @@ def family(backbone: Backbone, decoders: Sequence[Decoder], repeats: int, compil
     }
 
 
-def measure(loaded: Loaded, decoders: Sequence[Decoder], repeats: int) -> dict[str, Any]:
+def measure(loaded: Loaded, decoders: Sequence[Decoder], repeats: int, bar: tqdm) -> dict[str, Any]:
     """Seconds of AR by length of the cache and of its picture, of a forward by tokens, a drafted row, each decoder."""
     grid, W = loaded.backbone.grid, loaded.backbone.grid.width
     lengths = [n for n in (1, W, 2 * W, 3 * W) if grid.height // 2 * W + n < grid.positions]
-    ar = ar_steps(loaded)
+    ar = ar_steps(loaded, bar)
     forwards, draft = step_cost(loaded, repeats=5 * repeats, lengths=lengths)
+    bar.update()
     rows = []
     seconds = picture(ar, grid.positions)
     for decoder in decoders:
-        draw(loaded, decoder)  # untimed: kernels are chosen, graphs recorded
-        drawn = [draw(loaded, decoder) for _ in range(repeats)]
+        # The first is not timed: kernels are chosen, graphs recorded.
+        drawn = [draw(loaded, decoder, bar) for _ in range(1 + repeats)][1:]
         whole, nfe = median(s for s, _ in drawn), drawn[0][1]
         rates = {"per_step": whole / nfe, "speedup": seconds / whole}
         rows.append({"decoder": decoder.text, "steps": nfe, "seconds": whole, **rates})
@@ -141,12 +151,14 @@ def measure(loaded: Loaded, decoders: Sequence[Decoder], repeats: int) -> dict[s
     }
 
 
-def draw(loaded: Loaded, decoder: Decoder) -> tuple[float, int]:
+def draw(loaded: Loaded, decoder: Decoder, bar: tqdm) -> tuple[float, int]:
     """(seconds, forwards) of one picture."""
     begun = time.perf_counter()
     result = loaded.draw(decoder, [0], seed=0)
     settle(loaded.backbone.device)
-    return time.perf_counter() - begun, result.stats.nfe
+    seconds = time.perf_counter() - begun
+    bar.update()
+    return seconds, result.stats.nfe
 
 
 def picture(by_cache: Sequence[tuple[int, float]], positions: int) -> float:
@@ -156,7 +168,7 @@ def picture(by_cache: Sequence[tuple[int, float]], positions: int) -> float:
 
 
 @torch.inference_mode()
-def ar_steps(loaded: Loaded) -> list[tuple[int, float]]:
+def ar_steps(loaded: Loaded, bar: tqdm) -> list[tuple[int, float]]:
     """(image tokens in the cache, median seconds of a whole AR step there), at PLACES places from top to bottom."""
     T = loaded.backbone.grid.positions
     count = min(STEPS, T - WARM - 1)
@@ -169,6 +181,7 @@ def ar_steps(loaded: Loaded) -> list[tuple[int, float]]:
         timed = _clocked(rest, loaded.backbone.device)
         seconds = [next(timed) for _ in range(WARM + count)][WARM:]
         found.append((place + WARM + count // 2, median(seconds)))
+    bar.update(PLACES)
     return found
 
 

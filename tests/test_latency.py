@@ -4,10 +4,8 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from eval import bench, latency
 from eval.decoders import Sampling
 from eval.latency import SETTINGS, LatencyConfig, picture, resume
 from eval.setup import Decoder, Loaded
-from heads.backbones.published import CONFIGS
 from heads.backbones.random import random_backbone
 from heads.cli import compose_plain, main
 from recipes.schema import RECIPES
@@ -28,25 +25,12 @@ FAMILIES = {"emu3": "emu3", "lumina_mgpt": "lumina", "janus_pro": "janus"}
 GRID = (6, 8)
 
 
-def narrow(config: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """The same with layers of 64 numbers."""
-
-    def shrunk() -> dict[str, Any]:
-        found = config()
-        text = found.get("text_config", found)
-        text |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-        text["num_key_value_heads"] = 2 if text["num_key_value_heads"] == 8 else 4
-        if "projection_dim" in found.get("vq_config", {}):
-            found["vq_config"] |= {"projection_dim": 64, "image_token_embed_dim": 64}
-        return found
-
-    return shrunk
-
-
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, config in list(CONFIGS.items()):
-        monkeypatch.setitem(CONFIGS, name, narrow(config))
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of 64 numbers, whatever is asked."""
+    monkeypatch.setattr(
+        latency, "random_backbone", lambda *args, **keys: random_backbone(*args, **keys | {"narrow": True})
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -86,7 +70,7 @@ def test_a_picture_takes_the_sum_of_its_steps() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_picture_taken_up_in_the_middle_ends_as_it_would_have(family: str) -> None:
-    backbone = random_backbone(f"random:{family}", 2, GRID, torch.float64)
+    backbone = random_backbone(f"random:{family}", 2, GRID, torch.float64, narrow=True)
     loaded = Loaded(backbone, None, {}, latency.CAPTION, Sampling(2.0, temperature=0))  # type: ignore[arg-type]
     tokens = loaded.draw(Decoder("ar"), [0], 0).tokens.view(1, -1)
     for place in (0, 1, GRID[1], 37):
@@ -110,6 +94,7 @@ def test_settings_are_the_recipes(family: str) -> None:
         (["backbones=emu"], "no family of backbones is named 'emu'; known: emu3, lumina_mgpt, janus_pro"),
         (["backbones=emu3", "layers=33"], "layers is 33; emu3 has 32"),
         (["grid=[4,4]"], "with one family in backbones"),
+        (["device=cpu"], "takes hours on a CPU; set layers=2"),
         (["decoders=scd"], "only ssd's steps mean anything"),
         (["repeats=0"], "repeats is 0"),
         (["layers=two"], "layers is 'two'; it must be of type int"),
@@ -123,13 +108,21 @@ def test_what_cannot_be_measured_is_said(keys: list[str], words: str, capsys: py
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", ["suite=all", "smoke=true", "calibrate=true", "top_k=5"])
+@pytest.mark.parametrize("wrong", ["suite=all", "calibrate=true", "top_k=5"])
 def test_bench_of_random_weights_refuses_what_needs_trained_ones(
     wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main(bench.run, bench.BenchConfig, "", arguments=["backbone=random:emu3", wrong])
     assert "only latency is measured" in capsys.readouterr().err
+
+
+def test_smoke_measures_a_few_rows_of_all_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "random_backbone", random_backbone)
+    main(latency.run, LatencyConfig, "", arguments=["smoke=true", f"out={tmp_path}"], plain=True)
+    found = json.loads((tmp_path / "latency.json").read_text())["families"]
+    assert [f["backbone"] for f in found] == [f"random:{name}" for name in SETTINGS]
+    assert all(f["layers"] == 2 and f["grid"] == [4, 8] and f["parameters"] < 40e6 for f in found)
 
 
 def test_plain_values_are_typed_as_the_schema_says() -> None:

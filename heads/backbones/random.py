@@ -21,11 +21,13 @@ def random_backbone(
     grid: tuple[int, int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
+    narrow: bool = False,
 ) -> Backbone:
     """random:FAMILY, frozen; `layers` > 0 keeps so many of its layers. Prompts are random ids, whatever is asked.
 
     Weights are normal with deviation .02, norms one: no number grows without bound and none is denormal, so that a
-    forward takes what it takes with trained ones. Raises ValueError for an unknown family or more layers than it has.
+    forward takes what it takes with trained ones. `narrow` leaves 64 numbers a layer, to try a program. Raises
+    ValueError for an unknown family or more layers than it has.
     """
     kind = name.removeprefix(PREFIX)
     if kind not in CONFIGS:
@@ -35,6 +37,8 @@ def random_backbone(
     if not 0 <= layers <= text["num_hidden_layers"]:
         raise ValueError(f"layers is {layers}; {kind} has {text['num_hidden_layers']}, and 0 stands for all")
     text["num_hidden_layers"] = layers or text["num_hidden_layers"]
+    if narrow:
+        _narrow(config, text)
     adapter, model = family(kind, name), meta_model(config, name)
     adapter.lighten(model)
     model = model.to(dtype).to_empty(device=device)
@@ -52,3 +56,11 @@ def random_backbone(
 
     backbone.prompt_ids = prompt_ids  # type: ignore[method-assign]
     return backbone.to(device).freeze()
+
+
+def _narrow(config: dict[str, Any], text: dict[str, Any]) -> None:
+    groups = text["num_attention_heads"] // text["num_key_value_heads"]
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4 // groups}
+    text |= {"hidden_size": 64, "intermediate_size": 96, **heads}
+    if "projection_dim" in config.get("vq_config", {}):
+        config["vq_config"] |= {"projection_dim": 64, "image_token_embed_dim": 64}
