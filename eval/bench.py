@@ -127,7 +127,7 @@ def bench(
         scores = [score(loaded, run, plan.quality_batch, bar) for run in runs]
     grid, sampling = loaded.backbone.grid, loaded.sampling
     windows = [d.settings["window"] for d in decoders if "window" in d.settings]
-    cost, draft = step_cost(loaded, plan.batch_size, windows)
+    cost, draft = step_cost(loaded, plan.batch_size, windows, repeats=15 if plan.warm_up else 3)
     report: dict[str, Any] = {
         "backbone": {"name": loaded.backbone.name, "fingerprint": loaded.backbone.fingerprint},
         "heads": heads,

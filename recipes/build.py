@@ -105,10 +105,10 @@ def image_tokenizer(config: TrainConfig, folder: RunFolder) -> ImageTokenizer:
     path = folder.path / "image_tokenizer"
     if rank_zero() and not (path / "tokenizer_config.json").is_file():
         source = open_source(config.data.source)
-        items = source.take("train", range(source.count("train")))
-        PatchVQ.fit(
-            pixels([open_picture(i, 4 * b.grid[0]) for i in items]), b.codes, patch=4, seed=config.seed
-        ).save_pretrained(path)
+        count = source.count("train")
+        items = source.take("train", range(min(count, 256) if config.smoke else count))
+        pictures = pixels([open_picture(i, 4 * b.grid[0]) for i in items])
+        PatchVQ.fit(pictures, b.codes, patch=4, seed=config.seed).save_pretrained(path)
     wait_for(path / "tokenizer_config.json")
     return load_tokenizer(path)
 

@@ -14,6 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
+LONGEST = ("test_readme", "test_train", "test_plan", "test_families", "test_strategies")
+"""Files that take longest begin first: a file is one process's, and none should still run when the other is idle."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
 
 @dataclass(frozen=True)
 class World:
