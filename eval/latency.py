@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from tqdm import tqdm
 
@@ -40,6 +41,8 @@ SETTINGS = {"emu3": (3.0, 2048, 2), "lumina_mgpt": (4.0, 2000, 2), "janus_pro": 
 """Guidance and top-k a family is drawn with, and the rows its heads reach down: those of recipe FAMILY_ssd."""
 PLACES, STEPS, WARM = 5, 30, 3
 """AR is timed at so many lengths of the cache, over so many steps, behind so many untimed ones."""
+UNTIMED = 2
+"""Pictures of a decoder before the clock runs: kernels are chosen in the first, graphs recorded in the second."""
 CAPTION = ["random"]
 
 
@@ -58,6 +61,8 @@ class LatencyConfig:
 
 def check(config: LatencyConfig) -> tuple[list[str], list[Decoder]]:
     """(families, decoders). Raises ValueError before anything is made."""
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
+        raise ValueError(f"transformers is {transformers.__version__}; its layers take a cache of ours from 5.24 on")
     families = [name.strip() for name in config.backbones.split(",")]
     for name in families:
         if name not in SETTINGS:
@@ -81,7 +86,7 @@ def run(config: LatencyConfig) -> None:
     if device == "cpu" and not config.layers:
         raise ValueError("layers is 0, all of them, which takes hours on a CPU; set layers=2 and a grid of a few rows")
     modes = 2 if config.compile else 1
-    total = len(families) * modes * (PLACES + 1 + len(decoders) * (1 + config.repeats))
+    total = len(families) * modes * (PLACES + 1 + len(decoders) * (UNTIMED + config.repeats))
     bar = tqdm(total=total, desc="latency", unit="measurement", smoothing=0.05)
     report: dict[str, Any] = {"machine": machine(), "torch": torch.__version__, "families": []}
     for name in families:
@@ -138,8 +143,7 @@ def measure(loaded: Loaded, decoders: Sequence[Decoder], repeats: int, bar: tqdm
     rows = []
     seconds = picture(ar, grid.positions)
     for decoder in decoders:
-        # The first is not timed: kernels are chosen, graphs recorded.
-        drawn = [draw(loaded, decoder, bar) for _ in range(1 + repeats)][1:]
+        drawn = [draw(loaded, decoder, bar) for _ in range(UNTIMED + repeats)][UNTIMED:]
         whole, nfe = median(s for s, _ in drawn), drawn[0][1]
         rates = {"per_step": whole / nfe, "speedup": seconds / whole}
         rows.append({"decoder": decoder.text, "steps": nfe, "seconds": whole, **rates})

@@ -4,6 +4,7 @@ What only one of them may do (claim a folder, fit a tokenizer) goes through `on_
 result or its error. A process alone needs no group.
 """
 
+import gc
 import os
 import sys
 import time
@@ -68,6 +69,8 @@ def group(gpu: bool) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+            # What still knows a part of the group keeps its threads, and one that runs while Python ends aborts all.
+            gc.collect()
 
 
 def alone(gpu: bool) -> None:

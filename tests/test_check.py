@@ -157,7 +157,7 @@ class StaleKeys(Emu3Backbone):
     def step(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
         if self.stale:
             end = int(positions.max()) + 1
-            cache.seen = end + max(self.stale)
+            cache.window.seen = end + max(self.stale)
             hidden = torch.arange(cache.seen) > positions[:, None, :, None]
             hidden[..., end:] = False
             mask = torch.zeros(hidden.shape, dtype=embeds.dtype).masked_fill_(hidden, torch.finfo(embeds.dtype).min)

@@ -1,5 +1,7 @@
 """Compiled and recorded decoding draws what eager decoding draws, picture after picture, on one graph."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -139,3 +141,17 @@ def test_grouped_queries_attend_as_with_repeated_keys(length: int) -> None:
     assert torch.allclose(found, (weights @ wide[1]).transpose(1, 2), atol=1e-12)
     without, _ = sdpa_attention_forward(attention, query, key, value, mask, scaling=0.3)
     assert torch.allclose(found, without, atol=1e-12)
+
+
+def test_the_cache_of_a_finished_picture_is_freed_at_once() -> None:
+    backbone = tiny_emu3()
+    gc.collect()
+    gc.disable()  # gigabytes must not wait for it
+    try:
+        state, _ = backbone.start(["blue"])
+        keys = weakref.ref(state.cache.layers[0].keys)
+        assert keys() is not None
+        del state
+        assert keys() is None
+    finally:
+        gc.enable()

@@ -108,6 +108,12 @@ def test_what_cannot_be_measured_is_said(keys: list[str], words: str, capsys: py
     assert words in capsys.readouterr().err
 
 
+def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency.transformers, "__version__", "5.17.0")
+    with pytest.raises(ValueError, match=r"transformers is 5\.17\.0; its layers take a cache of ours from 5\.24 on"):
+        latency.run(LatencyConfig(smoke=True))
+
+
 @pytest.mark.parametrize("wrong", ["suite=all", "calibrate=true", "top_k=5"])
 def test_bench_of_random_weights_refuses_what_needs_trained_ones(
     wrong: str, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,8 @@ Slot number = position id, so a query at position P sees exactly the slots 0..P 
 lies behind a row's length is overwritten before a later query can reach it. No padding is ever visible.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -12,17 +14,27 @@ BLOCK = 1024
 """Slots a static cache is read by."""
 
 
+@dataclass
+class Window:
+    """Where a forward writes, and how much of the cache it reads."""
+
+    capacity: int
+    write: Tensor | slice
+    """Slots: the same for all rows, or (R, L) of each."""
+    seen: int
+
+
 class _Layer(CacheLayerMixin):
     """One layer's keys and values, (R, heads, capacity, head_dim)."""
 
-    def __init__(self, cache: "RaggedCache") -> None:
+    def __init__(self, window: Window) -> None:
         super().__init__()
-        self.cache = cache
+        self.window = window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         R, heads, _, _ = key_states.shape
-        self.keys = key_states.new_zeros(R, heads, self.cache.capacity, key_states.shape[-1])
-        self.values = value_states.new_zeros(R, heads, self.cache.capacity, value_states.shape[-1])
+        self.keys = key_states.new_zeros(R, heads, self.window.capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(R, heads, self.window.capacity, value_states.shape[-1])
         self.is_initialized = True
 
     def update(
@@ -31,7 +43,7 @@ class _Layer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        write, seen = self.cache.write, self.cache.seen
+        write, seen = self.window.write, self.window.seen
         if isinstance(write, slice):
             self.keys[:, :, write] = key_states
             self.values[:, :, write] = value_states
@@ -43,13 +55,13 @@ class _Layer(CacheLayerMixin):
         return self.keys[:, :, :seen], self.values[:, :, :seen]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.seen, 0
+        return self.window.seen, 0
 
     def get_seq_length(self) -> int:
-        return self.cache.seen
+        return self.window.seen
 
     def get_max_length(self) -> int:
-        return self.cache.capacity
+        return self.window.capacity
 
 
 class RaggedCache(Cache):
@@ -60,26 +72,32 @@ class RaggedCache(Cache):
 
     def __init__(self, layers: int, capacity: int, static: bool = False) -> None:
         """`static`: read whole blocks and write by index, so that few shapes occur from step to step."""
-        self.capacity, self.static, self.turn = capacity, static, 0
-        self.write: Tensor | slice = slice(0, 0)
-        self.seen = 0
-        super().__init__(layers=[_Layer(self) for _ in range(layers)])
+        # Layers know the window and not the cache: a cycle would keep gigabytes until Python looks for cycles.
+        self.window = Window(capacity, slice(0, 0), 0)
+        self.static, self.turn = static, 0
+        super().__init__(layers=[_Layer(self.window) for _ in range(layers)])
+
+    @property
+    def capacity(self) -> int:
+        return self.window.capacity
+
+    @property
+    def seen(self) -> int:
+        return self.window.seen
 
     def aim(self, first: list[int], length: int, device: torch.device) -> Tensor:
         """Rows write `length` slots from `first[r]` on. Returns position ids (R or 1, length)."""
-        self.seen = max(first) + length
-        if self.seen > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} slots, the window ends at {self.seen}")
+        seen = max(first) + length
+        if seen > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} slots, the window ends at {seen}")
         if self.static:
-            self.seen = min(self.capacity, -(-self.seen // BLOCK) * BLOCK)
-            positions = torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)
-            self.write = positions
-        elif len(set(first)) == 1:
-            self.write = slice(first[0], first[0] + length)
-            positions = torch.arange(first[0], first[0] + length, device=device)[None]
-        else:
-            positions = torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)
-            self.write = positions
+            seen = min(self.capacity, -(-seen // BLOCK) * BLOCK)
+        self.window.seen = seen
+        if len(set(first)) == 1 and not self.static:
+            self.window.write = slice(first[0], first[0] + length)
+            return torch.arange(first[0], first[0] + length, device=device)[None]
+        positions = torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)
+        self.window.write = positions
         return positions
 
     def mask(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:

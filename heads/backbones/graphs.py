@@ -19,16 +19,22 @@ LIMIT = 256
 """Graphs kept; a decoder whose windows keep changing in length runs what is beyond them unrecorded."""
 
 
-def record_cuda(call: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()  # what is made on first use must not be made while recording
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        output = call()
-    return graph.replay, output
+class CudaRecorder:
+    """Records on one side stream into one memory pool: results are copied out before another graph runs."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, call: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            call()  # what is made on first use must not be made while recording
+        torch.cuda.current_stream().wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            output = call()
+        return graph.replay, output
 
 
 @dataclass
@@ -41,8 +47,8 @@ class Graph:
 class Recorded:
     """A decoding step (`Backbone.step`) that is recorded by shape. The cache must be a static one."""
 
-    def __init__(self, step: Step, record: Record = record_cuda) -> None:
-        self.step, self.record = step, record
+    def __init__(self, step: Step, record: Record | None = None) -> None:
+        self.step, self.record = step, record or CudaRecorder()
         self.cache: RaggedCache | None = None
         self.graphs: dict[tuple[object, ...], Graph] = {}
         self.met: set[tuple[object, ...]] = set()
@@ -67,6 +73,6 @@ class Recorded:
 
     def _graph(self, embeds: Tensor, positions: Tensor, mask: Tensor, cache: RaggedCache) -> Graph:
         held = [x.clone() for x in (embeds, positions, mask)]
-        cache.write = held[1]
+        cache.window.write = held[1]
         replay, output = self.record(lambda: self.step(held[0], held[1], held[2], cache))
         return Graph(held, replay, output)

@@ -3,15 +3,21 @@ codes that are words of the text vocabulary. A family says its prompts, its head
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import CacheLayerMixin
 
 from heads.backbones.attention import share_groups
 from heads.backbones.base import Backbone, ImageHead
 from heads.backbones.cache import RaggedCache
+
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Attention of a decoding step. cuDNN's, torch's first choice on newer GPUs, makes a plan for every length of the cache
+that it has not met, tens of milliseconds each: every step of AR has a new one."""
 
 
 class TransformerBackbone(Backbone):
@@ -52,6 +58,9 @@ class TransformerBackbone(Backbone):
 
     def compile_layers(self) -> None:
         """One layer is compiled, and serves all: they differ in weights and cache alone, which are its inputs."""
+        # Windows of one token, batches of one row, other models in this process: each is a graph of the same function.
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, 32)
         self.compiled_layer = torch.compile(one_layer, dynamic=True)
 
     def _layers(
@@ -59,8 +68,9 @@ class TransformerBackbone(Backbone):
     ) -> Tensor:
         """The text model's layers without its norm. The mask is ours, so the model need not plan one."""
         rotary = self.text.rotary_emb(h, position_ids=positions)
-        for layer, own in zip(self.text.layers, cache.layers, strict=True):
-            h = call(layer, h, positions, mask, rotary, own)
+        with sdpa_kernel(KERNELS) if h.is_cuda else nullcontext():
+            for layer, own in zip(self.text.layers, cache.layers, strict=True):
+                h = call(layer, h, positions, mask, rotary, own)
         return h
 
     def norm(self, h: Tensor) -> Tensor:
