@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data.shards import MANIFEST, Manifest, Sample, Shard, read_manifest, shard_name, write_shard
+from data.shards import MANIFEST, MAX_BROKEN, Manifest, Sample, Shard, read_manifest, shard_name, write_shard
 from data.sources import FITS, NO_CAPTION, Item, Source, open_picture, open_source, pixels
 from heads.cli import key, main
 from heads.files import read_json, write_json, write_text
@@ -32,7 +32,6 @@ PLAN = "plan.json"
 SKIPPED = "skipped.jsonl"
 PARTS = ".parts"
 """Folder of what is known of each finished shard until the manifest is written."""
-MAX_BROKEN = 0.01
 
 
 @dataclass

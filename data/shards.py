@@ -23,6 +23,8 @@ from heads.files import atomic, sha256, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+MAX_BROKEN = 0.01
+"""Share of a set that may be unreadable before reading or writing it stops."""
 
 
 @dataclass(frozen=True)

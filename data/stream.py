@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from data.places import Cache, join, open_shard
-from data.shards import Broken, Index, Manifest, Sample, Shard, read_index, read_sample
+from data.shards import MAX_BROKEN, Broken, Index, Manifest, Sample, Shard, read_index, read_sample
 from heads.prompts import Unconditional
 
-MAX_BROKEN = 0.01
 GOLDEN = (5**0.5 - 1) / 2
 
 Spans = list[tuple[int, int]]

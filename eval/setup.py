@@ -122,13 +122,15 @@ def load(config: EvalConfig, decoders: Sequence[Decoder]) -> Loaded:
         raise ValueError(f"grid is {config.grid}; use [rows, columns]")
     if config.heads == "auto":
         config.heads = demo_heads(decoders)
-    folders = find_heads(config.heads, decoders)
+    folders = find_heads(config.heads, decoders, config.local_files_only)
     grid = (config.grid[0], config.grid[1]) if config.grid else None
     local = config.local_files_only
     backbone = load_backbone(
         config.backbone, adapter=config.adapter or None, grid=grid, device=device, local_files_only=local
     )
-    heads = {kind: MTPHeads.from_pretrained(folder, backbone) for kind, folder in folders.items()}
+    heads = {
+        kind: MTPHeads.from_pretrained(folder, backbone, local_files_only=local) for kind, folder in folders.items()
+    }
     tokenizer = load_tokenizer(config.tokenizer or config.backbone, local_files_only=local)
     backbone.check_codes(tokenizer.codebook_size)
     if config.compile:
@@ -142,7 +144,7 @@ def demo_heads(decoders: Sequence[Decoder]) -> str:
     return ",".join(folder for kind, folder in DEMO_HEADS.items() if kind in kinds)
 
 
-def find_heads(text: str, decoders: Sequence[Decoder]) -> dict[str, str]:
+def find_heads(text: str, decoders: Sequence[Decoder], local_files_only: bool = False) -> dict[str, str]:
     """'folder,folder' -> {kind: folder} of the heads these decoders draft with. Loads none.
 
     Raises ValueError for a folder that is not there, two of one kind, or a decoder that has none to draft with.
@@ -155,7 +157,7 @@ def find_heads(text: str, decoders: Sequence[Decoder]) -> dict[str, str]:
     found: dict[str, str] = {}
     # A folder's own name may hold a comma.
     for folder in [text] if Path(text).is_dir() else [part.strip() for part in text.split(",")]:
-        kind = kind_at(folder)
+        kind = kind_at(folder, local_files_only)
         if kind in found:
             raise ValueError(f"heads names two folders of {kind} heads, {found[kind]} and {folder}; one is enough")
         found[kind] = folder
@@ -169,13 +171,13 @@ def find_heads(text: str, decoders: Sequence[Decoder]) -> dict[str, str]:
     return {kind: folder for kind, folder in found.items() if kind in used}
 
 
-def kind_at(folder: str) -> str:
+def kind_at(folder: str, local_files_only: bool = False) -> str:
     """The kind of the heads in a folder or hub id. Raises ValueError, with the command that makes the demo's."""
     config = Path(folder) / "config.json"
     if config.is_file() and read_json(config).get("kind") in KINDS:
         return str(read_json(config)["kind"])
     try:
-        return MTPHeads.from_pretrained(folder).kind
+        return MTPHeads.from_pretrained(folder, local_files_only=local_files_only).kind
     except ValueError as error:
         missing = [kind for kind, demo in DEMO_HEADS.items() if folder == demo]
         raise ValueError(f"{error}; {_maker(missing[0])}" if missing else str(error)) from None

@@ -54,7 +54,7 @@ def saved_steps(folder: str | Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.stem.removeprefix("step-")))
 
 
-def find_checkpoint(place: str | Path, which: str = "last") -> Path:
+def pick_checkpoint(place: str | Path, which: str = "last") -> Path:
     """A checkpoint file, the newest or best of a folder of them, or those of a run folder. Raises ValueError."""
     place = Path(place)
     if place.is_file():

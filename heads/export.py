@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from heads.checkpoint import find_checkpoint, read_checkpoint
+from heads.checkpoint import pick_checkpoint, read_checkpoint
 from heads.cli import key, main
 from heads.mtp import MTPHeads
 
@@ -92,7 +92,7 @@ def model_card(heads: MTPHeads, checkpoint: dict[str, Any], recipe: dict[str, An
 def run(config: ExportConfig) -> None:
     if config.which not in ("last", "best"):
         raise ValueError(f"which is {config.which!r}; use last or best")
-    source = find_checkpoint(config.checkpoint, config.which)
+    source = pick_checkpoint(config.checkpoint, config.which)
     out = Path(config.out) if config.out else source.parent.parent / "heads"
     held = {p.name for p in out.iterdir()} if out.is_dir() else set()
     if foreign := held - EXPORTED:

@@ -5,7 +5,6 @@ z = [h; e], where e is the embedding of the token drawn at the cell. The backbon
 predicted state into a draft distribution. Exported heads are a folder: config.json, model.safetensors, README.md.
 """
 
-import re
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from heads.backbones.base import Backbone
 from heads.config import KINDS, TARGETS, HeadsConfig
 from heads.files import atomic_folder, read_json, write_json, write_text
 from heads.grid import Offset, TokenGrid, offset_name
+from heads.weights import HUB_ID, fetch
 
 FORMAT = 1
 WEIGHTS = "model.safetensors"
@@ -180,13 +180,20 @@ class MTPHeads(nn.Module, ABC):
         return {field: getattr(self.config, field) for field in [*self.fields, *chosen]}
 
     @classmethod
-    def from_pretrained(cls, folder_or_id: str | Path, backbone: Backbone | None = None) -> "MTPHeads":
-        """Load exported heads from a folder or a Hugging Face hub id (`org/name`); frozen, in eval mode.
+    def from_pretrained(
+        cls,
+        folder_or_id: str | Path,
+        backbone: Backbone | None = None,
+        *,
+        revision: str | None = None,
+        local_files_only: bool = False,
+    ) -> "MTPHeads":
+        """Load exported heads from a folder or a hub id (`org/name`, `org/name@revision`); frozen, in eval mode.
 
         With `backbone`, checks that they belong to it and takes over its device and dtype. Raises ValueError for a
         missing folder, an unknown format, weights cut short or with a missing, unknown or misshapen tensor.
         """
-        folder = _download(folder_or_id)
+        folder = _folder(folder_or_id, revision, local_files_only)
         heads = cls.from_description(read_json(folder / "config.json"), f"{folder}/config.json")
         if backbone is not None:
             heads.check(backbone)
@@ -297,20 +304,15 @@ def new_heads(config: HeadsConfig, backbone: Backbone, seed: int = 0) -> MTPHead
         return kind_of(config.kind)(config, TrainedOn.of(backbone))  # type: ignore[call-arg]
 
 
-def _download(folder_or_id: str | Path) -> Path:
-    folder = Path(folder_or_id)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{folder} holds no exported heads (no config.json)")
-        return folder
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder_or_id)) or len(folder.parts) != 2:
-        raise ValueError(f"heads {str(folder_or_id)!r} is neither a folder nor a hub id like org/name")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
+def _folder(place: str | Path, revision: str | None, local_files_only: bool) -> Path:
+    if Path(place).is_dir():
+        if not (Path(place) / "config.json").is_file():
+            raise ValueError(f"{place} holds no exported heads (no config.json)")
+        return Path(place)
+    hub = HUB_ID.fullmatch(str(place))
+    if hub is None:
+        raise ValueError(f"heads {str(place)!r} is neither a folder nor a hub id like org/name or org/name@revision")
     try:
-        return Path(snapshot_download(str(folder_or_id)))
-    except (RepositoryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ValueError(
-            f"heads {folder_or_id}: no such folder, and the hub says: {str(error).splitlines()[0]}"
-        ) from None
+        return fetch(hub["id"], revision or hub["revision"], local_files_only, also=["README.md", "recipe.yaml"])
+    except ValueError as error:
+        raise ValueError(f"heads {error}") from None

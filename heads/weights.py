@@ -1,6 +1,7 @@
 """Published checkpoints: where the files of a hub id are, their weights in a model, and single tensors out of them."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,21 @@ from torch import Tensor
 from heads.files import read_json
 
 INDEX = "model.safetensors.index.json"
+HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+"""org/name or org/name@revision."""
 
 
-def fetch(name: str | Path, revision: str | None = None, local_files_only: bool = False, part: str | None = "") -> Path:
+def fetch(
+    name: str | Path,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    part: str | None = "",
+    also: Sequence[str] = (),
+) -> Path:
     """A folder itself, or the folder a hub id's files lie in, downloaded if need be.
 
-    Of weights in several files only those that hold a tensor with `part` in its name; None = no weights. Raises
+    Of weights in several files only those that hold a tensor with `part` in its name; None = no weights. `also` names
+    files beside weights, JSON and templates. Raises
     ValueError, one sentence, if the hub has no such repository or revision, cannot be reached, or may not be asked.
     """
     if Path(name).is_dir():
@@ -32,7 +42,7 @@ def fetch(name: str | Path, revision: str | None = None, local_files_only: bool 
         except Exception as error:  # its own kinds, and those of the HTTP library below it
             raise ValueError(_why(str(name), revision, local_files_only, error)) from None
 
-    folder = get(["*.json", "*.jinja"], revision)
+    folder = get(["*.json", "*.jinja", *also], revision)
     if part is None:
         return folder
     files = ["*.safetensors"]

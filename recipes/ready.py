@@ -4,8 +4,9 @@ from pathlib import Path
 
 from data.places import is_url
 from data.shards import MANIFEST
-from heads.backbones.loading import HUB_ID, find_checkpoint
+from heads.backbones.loading import find_checkpoint
 from heads.strategy import choose_devices
+from heads.weights import HUB_ID
 from recipes.schema import TrainConfig
 
 

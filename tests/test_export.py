@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from heads.backbones import load_backbone
-from heads.checkpoint import find_checkpoint, read_checkpoint, step_file
+from heads.checkpoint import pick_checkpoint, read_checkpoint, step_file
 from heads.cli import main
 from heads.export import ExportConfig, export, run
 from heads.mtp import MTPHeads
@@ -33,7 +33,7 @@ def test_an_older_checkpoint_and_the_best_give_their_own_weights_and_figures(
     trained: Path, tmp_path: Path, world: World
 ) -> None:
     for place, which in ((trained / "checkpoints" / step_file(2), "last"), (trained, "best")):
-        file = find_checkpoint(place, which)
+        file = pick_checkpoint(place, which)
         run(ExportConfig(checkpoint=str(place), out=str(tmp_path / which), which=which))
         heads = MTPHeads.from_pretrained(tmp_path / which, load_backbone(world.backbone))
         saved = read_checkpoint(file)
@@ -42,7 +42,7 @@ def test_an_older_checkpoint_and_the_best_give_their_own_weights_and_figures(
             assert torch.equal(tensor, saved["state_dict"][f"heads.{name}"])
         assert f"step {saved['global_step']} of recipe" in heads.card
         assert f"{saved['figures']['acceptance/right1']:.3f}" in heads.card
-    assert read_checkpoint(find_checkpoint(trained))["global_step"] == 4
+    assert read_checkpoint(pick_checkpoint(trained))["global_step"] == 4
 
 
 def test_a_tensor_is_there_once_and_none_is_the_backbones(trained: Path) -> None:
@@ -58,7 +58,7 @@ class TestWhatIsRefused:
             run(ExportConfig(checkpoint=str(tmp_path)))
 
     def test_a_file_cut_short_names_itself_and_leaves_nothing(self, trained: Path, tmp_path: Path) -> None:
-        data = find_checkpoint(trained).read_bytes()
+        data = pick_checkpoint(trained).read_bytes()
         (tmp_path / step_file(4)).write_bytes(data[: len(data) // 2])
         with pytest.raises(ValueError, match=r"step-00000004\.ckpt cannot be read .*; delete it to go on from the one"):
             export(tmp_path / step_file(4), tmp_path / "heads")

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from heads.backbones import load_backbone
-from heads.checkpoint import find_checkpoint, read_checkpoint, saved_steps
+from heads.checkpoint import pick_checkpoint, read_checkpoint, saved_steps
 from heads.module import HeadsModule
 from heads.mtp import MTPHeads
 from tests.conftest import World
@@ -72,7 +72,7 @@ class TestSamplesThatAreNotFinite:
         keys = LONG | {"trainer.save_every": 2}
         with pytest.raises(ValueError, match=r"step 6: 8 of 28 samples gave no finite .* trainer.max_skipped=0.01"):
             fit(world.overrides(tmp_path / "run", **keys))
-        assert read_checkpoint(find_checkpoint(tmp_path / "run"))["global_step"] == 6
+        assert read_checkpoint(pick_checkpoint(tmp_path / "run"))["global_step"] == 6
 
     def test_weights_that_are_not_finite_are_never_saved(self, world: World, tmp_path: Path, monkeypatch) -> None:
         step = HeadsModule.on_before_zero_grad
@@ -87,7 +87,7 @@ class TestSamplesThatAreNotFinite:
         keys = LONG | {"trainer.save_every": 2, "trainer.max_skipped": 1.0}
         with pytest.raises(ValueError, match=r"right1\.project\.weight is not finite at step 6; nothing is saved"):
             fit(world.overrides(tmp_path / "run", **keys))
-        assert read_checkpoint(find_checkpoint(tmp_path / "run"))["global_step"] == 4
+        assert read_checkpoint(pick_checkpoint(tmp_path / "run"))["global_step"] == 4
 
 
 class Tell(Callback):
@@ -139,7 +139,7 @@ def test_keep_leaves_the_newest_and_the_best(world: World, tmp_path: Path) -> No
     fit(world.overrides(tmp_path / "run", **keys))
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["best.ckpt", "step-00000008.ckpt", "step-00000009.ckpt"]
-    best, last = read_checkpoint(folder / "best.ckpt"), read_checkpoint(find_checkpoint(folder))
+    best, last = read_checkpoint(folder / "best.ckpt"), read_checkpoint(pick_checkpoint(folder))
 
     def mean(checkpoint) -> float:
         values = [v for k, v in checkpoint["figures"].items() if k.startswith("acceptance/")]

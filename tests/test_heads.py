@@ -2,10 +2,13 @@
 
 import json
 import resource
+import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import errors
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -187,6 +190,35 @@ class TestExport:
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match="format is 9"):
             MTPHeads.from_pretrained(folder)
+
+    def test_of_the_hub_they_come_at_their_revision_with_card_and_recipe(
+        self, exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, heads, folder = exported
+        (tmp_path / "cache" / "c0ffee").mkdir(parents=True)
+        asked: list[tuple[str, str | None, bool]] = []
+
+        def serve(name: str, *, revision: str | None, local_files_only: bool, allow_patterns: list[str]) -> str:
+            asked.append((name, revision, local_files_only))
+            for file in folder.iterdir():
+                if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                    shutil.copy(file, tmp_path / "cache" / "c0ffee")
+            return str(tmp_path / "cache" / "c0ffee")
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", serve)
+        for place, revision in (("me/heads@v2", None), ("me/heads", "v2")):
+            loaded = MTPHeads.from_pretrained(place, revision=revision, local_files_only=True)
+            assert asked[-2:] == [("me/heads", "v2", True), ("me/heads", "c0ffee", True)]
+            assert (loaded.card, loaded.recipe) == (heads.card, heads.recipe)
+            assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in heads.state_dict().items())
+
+    def test_what_the_hub_refuses_is_one_sentence(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object, **__: object) -> str:
+            raise errors.RepositoryNotFoundError.__new__(errors.RepositoryNotFoundError)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+        with pytest.raises(ValueError, match=r"^heads 'me/heads' is no folder, and the hub has no repository [^\n]*$"):
+            MTPHeads.from_pretrained("me/heads")
 
     @pytest.mark.parametrize(
         "change,message",

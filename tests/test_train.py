@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import train
 from heads.backbones import load_backbone
-from heads.checkpoint import find_checkpoint, read_checkpoint, saved_steps
+from heads.checkpoint import pick_checkpoint, read_checkpoint, saved_steps
 from heads.cli import compose
 from heads.mtp import MTPHeads
 from recipes.schema import DEFAULT, RECIPES, TrainConfig
@@ -95,7 +95,7 @@ class TestFinishedRun:
         assert moved == set(config["offsets"]) == {"right1", "right2", "down1", "down2"}
 
     def test_checkpoint_holds_heads_and_optimizer_and_no_backbone(self, finished: Path) -> None:
-        file = find_checkpoint(finished)
+        file = pick_checkpoint(finished)
         checkpoint = read_checkpoint(file)
         exported = load_file(finished / "heads" / "model.safetensors")
         assert {k.removeprefix("heads.") for k in checkpoint["state_dict"]} == set(exported)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.shards import read_manifest
-from heads.checkpoint import find_checkpoint, read_checkpoint
+from heads.checkpoint import pick_checkpoint, read_checkpoint
 from tests.conftest import World
 from tests.test_train import fit, last_step, spawn, wait_for_step
 
@@ -26,13 +26,13 @@ def test_the_origin_of_every_sample_is_counted_also_over_a_resume(world: World, 
     keys = {"data.mix": f"{{{own}: 0.5}}", "trainer.steps": 60, "trainer.save_every": 20, "data.batch_size": 2}
     out = tmp_path / "run"
     fit(world.overrides(out, **keys))
-    checkpoint = read_checkpoint(find_checkpoint(out))
+    checkpoint = read_checkpoint(pick_checkpoint(out))
     counts = checkpoint["counts"]["samples"]
     assert sum(counts.values()) == 120 and counts[str(own)] == pytest.approx(40, abs=1)
     assert logged(out, f"samples/{own}")[-1] <= counts[str(own)]
     (out / "metrics.json").unlink()
     fit(world.overrides(out, **keys))
-    again = read_checkpoint(find_checkpoint(out))
+    again = read_checkpoint(pick_checkpoint(out))
     assert again["counts"]["samples"] == counts
 
 

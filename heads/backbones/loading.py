@@ -1,7 +1,6 @@
 """Loading a backbone: from a folder, from the hub, or the demo's; which adapter it takes; or one already in memory."""
 
 import importlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 from heads.backbones.base import CARD, Backbone
 from heads.files import read_json
-from heads.weights import fetch
+from heads.weights import HUB_ID, fetch
 
 ADAPTERS = {
     "emu3": "heads.backbones.emu3:Emu3Backbone",
@@ -19,7 +18,6 @@ ADAPTERS = {
 FAMILIES = {"emu3": "emu3", "janus": "janus_pro", "multi_modality": "janus_pro", "chameleon": "lumina_mgpt"}
 """Adapter by config.json's model_type: published checkpoints have no card. multi_modality is DeepSeek's own layout."""
 ASSETS = Path(__file__).parent.parent / "assets"
-HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
 def shipped() -> list[str]:
