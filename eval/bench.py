@@ -26,7 +26,6 @@ from eval.measure import Part, Plan, Run, accept_cost, batches, interpolate, mea
 from eval.metrics.likelihood import bootstrap, surprise
 from eval.setup import Decoder, EvalConfig, Loaded, load, parse_decoders, spread
 from eval.suites import CALIBRATED, SHORT, SMOKE, every
-from heads.backbones.random import PREFIX
 from heads.cli import key, main
 from heads.files import atomic, write_json
 from heads.run_folder import machine
@@ -48,6 +47,11 @@ class BenchConfig(EvalConfig):
     smoke: bool = key(False, "2 pictures, once, one guidance; of suite=all each decoder once with each kind of heads")
     columns: int = key(8, "pictures a row on the sheet")
     out: str = key("runs/bench", "folder for bench.json, sheet.png and speed.png (or calibrate.json, latency.json)")
+
+
+PREFIX = "random:"
+LATENCY = ("backbone", "layers", "grid", "decoders", "repeats", "compile", "device", "out", "smoke")
+"""Keys that backbone=random:FAMILY reads, or need not: it is measured eagerly and compiled."""
 
 
 @dataclass(frozen=True)
@@ -304,9 +308,9 @@ def run(config: BenchConfig) -> None:
 
 
 def latency(config: BenchConfig) -> None:
-    """backbone=random:FAMILY. Raises ValueError for a key that means nothing with random weights."""
-    for name in ("suite", "calibrate", "tokenizer", "top_k"):
-        if value := getattr(config, name):
+    """backbone=random:FAMILY. Raises ValueError for a key that means nothing there."""
+    for name, default in vars(BenchConfig()).items():
+        if name not in LATENCY and (value := getattr(config, name)) != default:
             raise ValueError(f"{name} is {value!r}; with backbone={config.backbone} only latency is measured")
     run_latency(
         LatencyConfig(

@@ -12,6 +12,7 @@ import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +36,7 @@ from heads.device import pick_device
 from heads.files import write_json
 from heads.mtp import new_heads
 from heads.run_folder import machine
-from heads.timing import settle
+from heads.timing import settle, timed
 
 SETTINGS = {"emu3": (3.0, 2048, 2), "lumina_mgpt": (4.0, 2000, 2), "janus_pro": (5.0, 0, 1)}
 """Guidance and top-k a family is drawn with, and the rows its heads reach down: those of recipe FAMILY_ssd."""
@@ -92,7 +93,7 @@ def run(config: LatencyConfig) -> None:
     for name in families:
         grid = (config.grid[0], config.grid[1]) if config.grid else None
         bar.set_postfix_str(name)
-        backbone = random_backbone(f"random:{name}", config.layers, grid, device=device, narrow=config.smoke)
+        backbone = random_backbone(name, config.layers, grid, device=device, narrow=config.smoke)
         found = family(backbone, decoders, config.repeats, config.compile, bar)
         report["families"].append(found)
         write_json(Path(config.out) / "latency.json", report)
@@ -182,8 +183,7 @@ def ar_steps(loaded: Loaded, bar: tqdm) -> list[tuple[int, float]]:
     found = []
     for place in places:
         _, rest = resume(loaded, torch.randint(loaded.backbone.image_vocab_size, (1, T)), place)
-        timed = _clocked(rest, loaded.backbone.device)
-        seconds = [next(timed) for _ in range(WARM + count)][WARM:]
+        seconds = [timed(partial(next, rest), loaded.backbone.device) for _ in range(WARM + count)][WARM:]
         found.append((place + WARM + count // 2, median(seconds)))
     bar.update(PLACES)
     return found
@@ -208,16 +208,6 @@ def _fill(backbone: Backbone, state: DecodeState, tokens: Tensor) -> Tensor:
     for n in range(0, tokens.shape[1], rows):
         h = backbone.forward(state, tokens[:, n : n + rows], [n])
     return h[:, :, -1:]
-
-
-def _clocked(steps: Iterator[None], device: torch.device) -> Iterator[float]:
-    settle(device)
-    begun = time.perf_counter()
-    for _ in steps:
-        settle(device)
-        yield time.perf_counter() - begun
-        settle(device)
-        begun = time.perf_counter()
 
 
 def table(found: dict[str, Any]) -> str:

@@ -25,8 +25,8 @@ def fetch(
     """A folder itself, or the folder a hub id's files lie in, downloaded if need be.
 
     Of weights in several files only those that hold a tensor with `part` in its name; None = no weights. `also` names
-    files beside weights, JSON and templates. Raises
-    ValueError, one sentence, if the hub has no such repository or revision, cannot be reached, or may not be asked.
+    files beside weights, JSON and templates. Raises ValueError, one sentence, if the hub has no such repository or
+    revision, cannot be reached, or may not be asked.
     """
     if Path(name).is_dir():
         return Path(name)

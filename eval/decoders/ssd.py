@@ -77,7 +77,7 @@ class SSD(Policy):
         self.parts: list[Part] = []
         self.q = torch.empty(0)
         """(B, K, V): records of the positions that are drafted and not committed."""
-        self.end = canvas.committed[0]  # drafted so far
+        self.end = 0  # drafted so far
 
     def verify(self, canvas: Canvas, p: Tensor) -> None:
         """A round for every position in flight; p may have one column more, for the next block's first token."""

@@ -230,9 +230,8 @@ class Backbone(nn.Module, ABC):
         if not self.compiled:
             self.compiled = True
             self.compile_layers()
-            if {p.device.type for p in self.parameters()} == {"cuda"} and len(
-                {p.device for p in self.parameters()}
-            ) == 1:
+            devices = {p.device for p in self.parameters()}
+            if len(devices) == 1 and self.device.type == "cuda":
                 self.step = Recorded(self.step)  # type: ignore[method-assign]
 
     def compile_layers(self) -> None:

@@ -7,31 +7,29 @@ import torch
 from torch import Tensor
 
 from heads.backbones.base import Backbone
-from heads.backbones.loading import ADAPTERS, family
+from heads.backbones.loading import family
 from heads.backbones.published import CONFIGS, meta_model
 
-PREFIX = "random:"
 PROMPT, UNCONDITIONAL = 64, 48
 """Tokens of a random prompt and of its unconditional twin, which differ in length as those of real ones do."""
 
 
 def random_backbone(
-    name: str,
+    kind: str,
     layers: int = 0,
     grid: tuple[int, int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
     narrow: bool = False,
 ) -> Backbone:
-    """random:FAMILY, frozen; `layers` > 0 keeps so many of its layers. Prompts are random ids, whatever is asked.
+    """The backbone that adapter `kind` is for, frozen, on its first `layers` (0 = all). Prompts are random ids.
 
     Weights are normal with deviation .02, norms one: no number grows without bound and none is denormal, so that a
     forward takes what it takes with trained ones. `narrow` leaves 64 numbers a layer, to try a program. Raises
     ValueError for an unknown family or more layers than it has.
     """
-    kind = name.removeprefix(PREFIX)
     if kind not in CONFIGS:
-        raise ValueError(f"backbone is {name!r}; use one of {', '.join(PREFIX + known for known in ADAPTERS)}")
+        raise ValueError(f"no family of backbones is named {kind!r}; known: {', '.join(CONFIGS)}")
     config = CONFIGS[kind]()
     text = config.get("text_config", config)
     if not 0 <= layers <= text["num_hidden_layers"]:
@@ -39,13 +37,14 @@ def random_backbone(
     text["num_hidden_layers"] = layers or text["num_hidden_layers"]
     if narrow:
         _narrow(config, text)
+    name = f"random:{kind}"
     adapter, model = family(kind, name), meta_model(config, name)
     adapter.lighten(model)
     model = model.to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(1.0) if p.ndim == 1 or p.shape[-1] < 256 else p.normal_(0, 0.02, generator=generator)
+        for key, p in model.named_parameters():
+            p.fill_(1.0) if key.endswith("norm.weight") else p.normal_(0, 0.02, generator=generator)
     backbone = adapter(model, None, name=name, **({"grid": grid} if grid else {}))  # type: ignore[call-arg]
     inner: Any = backbone.text
     inner.rotary_emb = type(inner.rotary_emb)(config=inner.config).to(device)  # its table is no weight
