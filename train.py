@@ -8,26 +8,27 @@ Compose a recipe, build, fit, export. Keys: python train.py --help
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
-from heads.cli import main
-from recipes.schema import DEFAULT, RECIPES, TrainConfig
+from draftgrid.common.cli import main
+from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, TrainConfig
 
 
 def run(config: TrainConfig) -> None:
     config.check()
     if config.plan:
-        from recipes.plan import show
+        from draftgrid.recipes.plan.plan import show
 
         return show(config)
-    from recipes.ready import check_machine
+    from draftgrid.recipes.launch.ready import check_machine
 
     check_machine(config)
-    from heads import ranks
-    from heads.run_folder import RunFolder
-    from heads.saving import Stopped
-    from heads.strategy import choose_devices
-    from recipes.build import build, claim, shrink
+    from draftgrid.recipes.launch.build import build, claim, shrink
+    from draftgrid.training import ranks
+    from draftgrid.training.run_folder import RunFolder
+    from draftgrid.training.saving import Stopped
+    from draftgrid.training.strategy import choose_devices
 
     shrink(config)
     accelerator, devices = choose_devices(config.trainer.accelerator, config.trainer.devices)
@@ -53,5 +54,7 @@ def run(config: TrainConfig) -> None:
         job.finish()
 
 
+command = partial(main, run, TrainConfig, __doc__, RECIPES, DEFAULT)
+
 if __name__ == "__main__":
-    main(run, TrainConfig, __doc__, RECIPES, DEFAULT)
+    command()

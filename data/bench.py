@@ -1,6 +1,6 @@
 """How fast shards stream, against a plain loop over the same tars, and that an epoch is dealt as promised.
 
-    python -m data.bench dir=runs/bench_data samples=60000 shards=64 ranks=2 workers=2
+    draftgrid data-bench dir=runs/bench_data samples=60000 shards=64 ranks=2 workers=2
 
 Makes the shards if they are not there: the demo's pictures as 90x90 codes, shifted and mirrored until there are enough.
 """
@@ -25,14 +25,14 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from data.shards import MANIFEST, Manifest, Sample, read_manifest, shard_name, write_shard
-from data.sources import open_picture, open_source, pixels
-from data.stream import ShardSet, Split, TokenStream
-from data.verify import verify
-from heads.cli import key, main
-from heads.files import write_json
-from heads.timing import timed
-from heads.tokenizers import load_tokenizer
+from draftgrid.common.cli import key, main
+from draftgrid.common.files import write_json
+from draftgrid.common.timing import timed
+from draftgrid.data.shards import MANIFEST, Manifest, Sample, read_manifest, shard_name, write_shard
+from draftgrid.data.sources import open_picture, open_source, pixels
+from draftgrid.data.stream import ShardSet, Split, TokenStream
+from draftgrid.data.verify import verify
+from draftgrid.heads.tokenizers import load_tokenizer
 
 PICTURES = 430
 """Distinct pictures that are encoded; the rest are variants of their codes."""
@@ -206,5 +206,7 @@ def measure(folder: Path, manifest: Manifest, config: BenchConfig) -> dict[str, 
     return figures
 
 
+command = partial(main, run, BenchConfig, __doc__)
+
 if __name__ == "__main__":
-    main(run, BenchConfig, __doc__)
+    command()

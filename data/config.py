@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from heads.cli import key
+from draftgrid.common.cli import key
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Pictures + captions -> token shards, with an image tokenizer; the language model is never loaded.
 
-    python -m data.encode source=emoji out=runs/data/emoji/train split=train shards=16
-    torchrun --nproc_per_node=8 -m data.encode source=hf:NAME@train tokenizer=DIR out=DIR shards=64
+    draftgrid encode source=emoji out=runs/data/emoji/train split=train shards=16
+    torchrun --nproc_per_node=8 -m draftgrid.data.encode source=hf:NAME@train tokenizer=DIR out=DIR shards=64
 
 Safe to stop at any moment: finished shards are kept, and the same command goes on to the same bytes, whatever the
 number of processes. They share the folder and nothing else: process r of n encodes shards r, r + n, ...
@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data.shards import MANIFEST, MAX_BROKEN, Manifest, Sample, Shard, read_manifest, shard_name, write_shard
-from data.sources import FITS, NO_CAPTION, Item, Source, open_picture, open_source, pixels
-from heads.cli import key, main
-from heads.files import read_json, write_json, write_text
-from heads.tokenizers import ImageTokenizer, load_tokenizer
+from draftgrid.common.cli import key, main
+from draftgrid.common.files import read_json, write_json, write_text
+from draftgrid.data.shards import MANIFEST, MAX_BROKEN, Manifest, Sample, Shard, read_manifest, shard_name, write_shard
+from draftgrid.data.sources import FITS, NO_CAPTION, Item, Source, open_picture, open_source, pixels
+from draftgrid.heads.tokenizers import ImageTokenizer, load_tokenizer
 
 PLAN = "plan.json"
 SKIPPED = "skipped.jsonl"
@@ -308,5 +309,7 @@ def run(config: EncodeConfig) -> None:
         print(f"{manifest.samples} samples in {len(manifest.shards)} shards ({skipped}): {config.out}")
 
 
+command = partial(main, run, EncodeConfig, __doc__)
+
 if __name__ == "__main__":
-    main(run, EncodeConfig, __doc__)
+    command()

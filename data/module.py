@@ -9,10 +9,10 @@ import lightning as L
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.config import StreamConfig
-from data.places import Cache, join
-from data.shards import check_manifest
-from data.stream import FiniteStream, ShardSet, Split, TokenStream, first_tokens, total
+from draftgrid.data.config import StreamConfig
+from draftgrid.data.places import Cache, join
+from draftgrid.data.shards import check_manifest
+from draftgrid.data.stream import FiniteStream, ShardSet, Split, TokenStream, first_tokens, total
 
 
 class TokenDataModule(L.LightningDataModule):

@@ -18,8 +18,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from data.places import is_url, join, read_bytes
-from heads.files import atomic, sha256, write_json
+from draftgrid.common.files import atomic, sha256, write_json
+from draftgrid.data.places import is_url, join, read_bytes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -105,9 +105,7 @@ def read_manifest(place: str | Path) -> Manifest:
         folder = Path(place)
         parts = len(list(folder.glob("shard-*.tar"))) if not is_url(place) and folder.is_dir() else 0
         state = f"holds {parts} shards of an unfinished encode" if parts else "holds no token shards"
-        raise ValueError(
-            f"{place} {state} (no {MANIFEST}); run: python -m data.encode source=... out={place}"
-        ) from None
+        raise ValueError(f"{place} {state} (no {MANIFEST}); run: draftgrid encode source=... out={place}") from None
     except ValueError as error:
         if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
             raise ValueError(f"{name} is not valid JSON ({error}); it may be cut short") from None

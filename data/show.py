@@ -1,22 +1,23 @@
 """Look at a shard set.
 
-    python -m data.show dir=runs/data/emoji/train out=runs/show
+    draftgrid show dir=runs/data/emoji/train out=runs/show
 
 Prints what it holds and writes a contact sheet decoded from its codes.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from data.shards import Broken, check_manifest, read_manifest, read_shard
-from heads.cli import key, main
-from heads.files import atomic
-from heads.sheet import contact_sheet
-from heads.tokenizers import load_tokenizer
+from draftgrid.common.cli import key, main
+from draftgrid.common.files import atomic
+from draftgrid.common.sheet import contact_sheet
+from draftgrid.data.shards import Broken, check_manifest, read_manifest, read_shard
+from draftgrid.heads.tokenizers import load_tokenizer
 
 
 @dataclass
@@ -73,5 +74,7 @@ def _thirds(codes: np.ndarray) -> str:
     return ", ".join(f"{part.sum() / codes.sum():.1%}" for part in parts)
 
 
+command = partial(main, run, ShowConfig, __doc__)
+
 if __name__ == "__main__":
-    main(run, ShowConfig, __doc__)
+    command()

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from data.places import Cache, join, open_shard
-from data.shards import MAX_BROKEN, Broken, Index, Manifest, Sample, Shard, read_index, read_sample
-from heads.prompts import Unconditional
+from draftgrid.data.places import Cache, join, open_shard
+from draftgrid.data.shards import MAX_BROKEN, Broken, Index, Manifest, Sample, Shard, read_index, read_sample
+from draftgrid.heads.prompts import Unconditional
 
 GOLDEN = (5**0.5 - 1) / 2
 

@@ -1,18 +1,19 @@
 """Check a shard set.
 
-    python -m data.verify dir=runs/data/emoji/train
+    draftgrid verify dir=runs/data/emoji/train
 
 Looks at every hash, every sample and the counts.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
-from data.shards import Broken, read_manifest, read_shard
-from heads.cli import key, main
-from heads.files import sha256
+from draftgrid.common.cli import key, main
+from draftgrid.common.files import sha256
+from draftgrid.data.shards import Broken, read_manifest, read_shard
 
 
 @dataclass
@@ -50,5 +51,7 @@ def run(config: VerifyConfig) -> None:
     print(f"{config.dir}: {manifest.samples} samples in {len(manifest.shards)} shards, all hashes and samples right")
 
 
+command = partial(main, run, VerifyConfig, __doc__)
+
 if __name__ == "__main__":
-    main(run, VerifyConfig, __doc__)
+    command()

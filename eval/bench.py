@@ -1,14 +1,15 @@
 """Decoders side by side with AR, in one process: steps, seconds, acceptance, likelihood.
 
-python -m eval.bench images=16 out=runs/bench
-python -m eval.bench suite=all
-python -m eval.bench calibrate=true decoders=ssd_coupled
-python -m eval.bench backbone=random:emu3        (latency alone: random weights at full size, see eval/latency.py)
+draftgrid bench images=16 out=runs/bench
+draftgrid bench suite=all
+draftgrid bench calibrate=true decoders=ssd_coupled
+draftgrid bench backbone=random:emu3        (latency alone: random weights at full size, see eval/latency.py)
 """
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,20 +17,20 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from eval.calibrate import calibrate, windowed
-from eval.calibrate import table as calibrate_table
-from eval.chart import speed_chart
-from eval.decoders import Sampling
-from eval.latency import LatencyConfig
-from eval.latency import run as run_latency
-from eval.measure import Part, Plan, Run, accept_cost, batches, interpolate, measure, speedup, step_cost
-from eval.metrics.likelihood import bootstrap, surprise
-from eval.setup import Decoder, EvalConfig, Loaded, load, parse_decoders, spread
-from eval.suites import CALIBRATED, SHORT, SMOKE, every
-from heads.cli import key, main
-from heads.files import atomic, write_json
-from heads.run_folder import machine
-from heads.sheet import contact_sheet
+from draftgrid.common.cli import key, main
+from draftgrid.common.environment import machine
+from draftgrid.common.files import atomic, write_json
+from draftgrid.common.sheet import contact_sheet
+from draftgrid.eval.calibrate import calibrate, windowed
+from draftgrid.eval.calibrate import table as calibrate_table
+from draftgrid.eval.chart import speed_chart
+from draftgrid.eval.decoders import Sampling
+from draftgrid.eval.latency import LatencyConfig
+from draftgrid.eval.latency import run as run_latency
+from draftgrid.eval.measure import Part, Plan, Run, accept_cost, batches, interpolate, measure, speedup, step_cost
+from draftgrid.eval.metrics.likelihood import bootstrap, surprise
+from draftgrid.eval.setup import Decoder, EvalConfig, Loaded, load, parse_decoders, spread
+from draftgrid.eval.suites import CALIBRATED, SHORT, SMOKE, every
 
 
 @dataclass
@@ -326,5 +327,7 @@ def latency(config: BenchConfig) -> None:
     )
 
 
+command = partial(main, run, BenchConfig, __doc__)
+
 if __name__ == "__main__":
-    main(run, BenchConfig, __doc__)
+    command()

@@ -10,9 +10,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from eval.measure import Plan, Run, measure
-from eval.setup import Decoder, Loaded, has_setting
-from heads.files import write_json
+from draftgrid.common.files import write_json
+from draftgrid.eval.measure import Plan, Run, measure
+from draftgrid.eval.setup import Decoder, Loaded, has_setting
 
 WINDOWS = (4, 8, 12, 16, 24, 32, 48, 64)
 

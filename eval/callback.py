@@ -18,20 +18,20 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 from torch import Tensor, nn
 
-from data.sources import read_prompts
-from data.stream import Sample, ShardSet
-from eval.config import DecodingConfig, EvaluateConfig
-from eval.decoders import DecodeResult, Sampling
-from eval.measure import batches
-from eval.setup import Decoder, Loaded, choose, parse_decoders
-from heads.backbones.base import Backbone
-from heads.module import HeadsModule
-from heads.mtp import MTPHeads
-from heads.objective import acceptance
-from heads.prompts import twins
-from heads.sheet import contact_sheet
-from heads.timing import settle
-from heads.tokenizers import ImageTokenizer
+from draftgrid.common.sheet import contact_sheet
+from draftgrid.common.timing import settle
+from draftgrid.data.sources import read_prompts
+from draftgrid.data.stream import Sample, ShardSet
+from draftgrid.eval.config import DecodingConfig, EvaluateConfig
+from draftgrid.eval.decoders import DecodeResult, Sampling
+from draftgrid.eval.measure import batches
+from draftgrid.eval.setup import Decoder, Loaded, choose, parse_decoders
+from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.distributions import acceptance
+from draftgrid.heads.mtp import MTPHeads
+from draftgrid.heads.prompts import twins
+from draftgrid.heads.tokenizers import ImageTokenizer
+from draftgrid.training.module import HeadsModule
 
 CHUNK = 512
 """Cells of a batch whose distributions are held at a time."""
@@ -100,7 +100,7 @@ class Preview(Callback):
             warnings.warn(
                 f"evaluate.eval_every is {self.config.eval_every}, but trainer.strategy shards the backbone, and one "
                 "rank alone cannot decode with a part of it: no pictures are drawn during training. Draw them from the "
-                "exported heads (python -m eval.bench), or use ddp, deepspeed_1 or deepspeed_2",
+                "exported heads (draftgrid bench), or use ddp, deepspeed_1 or deepspeed_2",
                 stacklevel=2,
             )
         self.decoders = [d for d in self.decoders if not d.kinds or module.heads.kind in d.kinds]

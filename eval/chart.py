@@ -5,7 +5,7 @@ from math import cos, pi, sin
 from pathlib import Path
 from typing import Any
 
-from heads.files import atomic
+from draftgrid.common.files import atomic
 
 Box = tuple[float, float, float, float]
 TICKS = (0.1, 0.2, 0.5, 1, 1.5, 2, 3, 4, 5, 7, 10, 15, 20), (-3, -1, -0.3, -0.1, -0.05, 0, 0.05, 0.1, 0.3, 1, 3)

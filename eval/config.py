@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from heads.cli import key
+from draftgrid.common.cli import key
 
 
 @dataclass
@@ -35,7 +35,7 @@ class EvaluateConfig:
                 raise ValueError(f"evaluate.{name} is {getattr(self, name)}; at least 1 is needed")
         if not self.eval_every:
             return
-        from eval.setup import parse_decoders
+        from draftgrid.eval.setup import parse_decoders
 
         try:
             decoders = parse_decoders(self.decoders)

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.encode import PARTS, claim, processes, tidy, wait_for_plan
-from data.shards import MANIFEST, Manifest, Sample, read_manifest, shard_name, write_shard
-from eval.setup import Decoder, Loaded
-from heads.files import atomic
-from heads.mtp import MTPHeads
+from draftgrid.common.files import atomic
+from draftgrid.data.encode import PARTS, claim, processes, tidy, wait_for_plan
+from draftgrid.data.shards import MANIFEST, Manifest, Sample, read_manifest, shard_name, write_shard
+from draftgrid.eval.setup import Decoder, Loaded
+from draftgrid.heads.mtp import MTPHeads
 
 
 def check_exact(decoder: Decoder) -> None:

@@ -1,7 +1,7 @@
 """Prompts -> PNGs and a sheet, with any decoder; or token shards to train on, with any exact one.
 
-python -m eval.generate prompt="a red apple" images=4 decoder=ssd_coupled out=runs/pictures
-python -m eval.generate prompts=FILE decoder=scd save=shards shards=64 batch_size=8 out=runs/own/train
+draftgrid generate prompt="a red apple" images=4 decoder=ssd_coupled out=runs/pictures
+draftgrid generate prompts=FILE decoder=scd save=shards shards=64 batch_size=8 out=runs/own/train
 """
 
 import re
@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from data.encode import processes
-from data.sources import read_prompts
-from eval.distill import check_exact, distill
-from eval.setup import EvalConfig, load, parse_decoders
-from heads.cli import key, main
-from heads.files import atomic, write_json
-from heads.sheet import contact_sheet
+from draftgrid.common.cli import key, main
+from draftgrid.common.files import atomic, write_json
+from draftgrid.common.sheet import contact_sheet
+from draftgrid.data.encode import processes
+from draftgrid.data.sources import read_prompts
+from draftgrid.eval.distill import check_exact, distill
+from draftgrid.eval.setup import EvalConfig, load, parse_decoders
 
 
 @dataclass
@@ -85,5 +85,7 @@ def _advance(bar: tqdm, before: int, batch: int, rows: int, _: object) -> None:
     bar.update(before + rows * batch - bar.n)
 
 
+command = partial(main, run, GenerateConfig, __doc__)
+
 if __name__ == "__main__":
-    main(run, GenerateConfig, __doc__)
+    command()

@@ -4,8 +4,8 @@ AR and SSD take the same steps whatever the weights are, so their seconds are re
 minutes; its steps are timed at five lengths of the cache and summed over the picture. Eagerly and compiled. Beside this
 checkout only torch, transformers and safetensors are needed.
 
-python -m eval.latency                                       the three families, on a GPU, in minutes
-python -m eval.latency backbones=emu3 layers=2 grid=[4,90]   as a check, on a CPU
+draftgrid latency                                       the three families, on a GPU, in minutes
+draftgrid latency backbones=emu3 layers=2 grid=[4,90]   as a check, on a CPU
 """
 
 import gc
@@ -23,20 +23,20 @@ import transformers
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.decoders import Sampling, make_policy
-from eval.decoders.engine import Canvas, steps
-from eval.decoders.randomness import SeededSource
-from eval.measure import step_cost
-from eval.setup import Decoder, Loaded, parse_decoders
-from heads.backbones.base import Backbone, DecodeState
-from heads.backbones.random import random_backbone
-from heads.cli import key, main
-from heads.config import HeadsConfig
-from heads.device import pick_device
-from heads.files import write_json
-from heads.mtp import new_heads
-from heads.run_folder import machine
-from heads.timing import settle, timed
+from draftgrid.common.cli import key, main
+from draftgrid.common.device import pick_device
+from draftgrid.common.environment import machine
+from draftgrid.common.files import write_json
+from draftgrid.common.timing import settle, timed
+from draftgrid.eval.decoders import Sampling, make_policy
+from draftgrid.eval.decoders.engine import Canvas, steps
+from draftgrid.eval.decoders.randomness import SeededSource
+from draftgrid.eval.measure import step_cost
+from draftgrid.eval.setup import Decoder, Loaded, parse_decoders
+from draftgrid.heads.backbones.base import Backbone, DecodeState
+from draftgrid.heads.backbones.random import random_backbone
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.mtp import new_heads
 
 SETTINGS = {"emu3": (3.0, 2048, 2), "lumina_mgpt": (4.0, 2000, 2), "janus_pro": (5.0, 0, 1)}
 """Guidance and top-k a family is drawn with, and the rows its heads reach down: those of recipe FAMILY_ssd."""
@@ -241,5 +241,7 @@ def _cells(group: dict[str, Any]) -> str:
     return ", ".join(f"{n}: {1000 * t:.1f}" for n, t in group.get("by_cache", group).items())
 
 
+command = partial(main, run, LatencyConfig, __doc__, plain=True)
+
 if __name__ == "__main__":
-    main(run, LatencyConfig, __doc__, plain=True)
+    command()

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.decoders import DecodeResult, Sampling
-from eval.decoders.kernels import gumbel_argmax, transport
-from eval.decoders.randomness import SeededSource, Where
-from eval.setup import Decoder, Loaded, spread
-from heads.grid import TokenGrid
-from heads.mtp import OffsetHeads
-from heads.timing import timed
+from draftgrid.common.timing import timed
+from draftgrid.eval.decoders import DecodeResult, Sampling
+from draftgrid.eval.decoders.kernels import gumbel_argmax, transport
+from draftgrid.eval.decoders.randomness import SeededSource, Where
+from draftgrid.eval.setup import Decoder, Loaded, spread
+from draftgrid.heads.grid import TokenGrid
+from draftgrid.heads.offsets import OffsetHeads
 
 LENGTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 

@@ -7,21 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import data
-
-if not hasattr(data, "SPLITS"):
-    raise ImportError(f"the package 'data' at {data.__path__} is not Draftgrid's; run where Draftgrid's comes first")
-
-from eval.decoders import DECODERS, DecodeResult, Policy, Sampling, make_policy
-from eval.decoders.engine import RowCallback
-from eval.decoders.engine import run as decode
-from heads.backbones import Backbone, load_backbone
-from heads.cli import key
-from heads.config import KINDS
-from heads.device import pick_device
-from heads.files import read_json
-from heads.mtp import MTPHeads
-from heads.tokenizers import ImageTokenizer, load_tokenizer
+from draftgrid.common.cli import key
+from draftgrid.common.device import pick_device
+from draftgrid.common.files import read_json
+from draftgrid.eval.decoders import DECODERS, DecodeResult, Policy, Sampling, make_policy
+from draftgrid.eval.decoders.engine import RowCallback
+from draftgrid.eval.decoders.engine import run as decode
+from draftgrid.heads.backbones import Backbone, load_backbone
+from draftgrid.heads.config import KINDS
+from draftgrid.heads.mtp import MTPHeads
+from draftgrid.heads.tokenizers import ImageTokenizer, load_tokenizer
 
 DEMO_HEADS = {"offsets": "runs/emoji_ssd/heads", "chain": "runs/emoji_chain/heads"}
 
@@ -109,7 +104,9 @@ class Loaded:
 
 def load(config: EvalConfig, decoders: Sequence[Decoder]) -> Loaded:
     """Check the cheap things first, then load. Raises ValueError."""
-    from data.sources import read_prompts  # reads pictures too, with a library that latency alone need not have
+    from draftgrid.data.sources import (
+        read_prompts,  # reads pictures too, with a library that latency alone need not have
+    )
 
     sampling = Sampling(config.guidance, config.temperature, config.top_k, config.top_p)
     if config.smoke:

@@ -17,15 +17,13 @@ is computed once. A head that is not linear is asked as a whole at each position
 never looks right of the left token, so a decoder may record its distribution as the law of a token drawn from it.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-from heads.backbones.base import Backbone
-from heads.config import HeadsConfig
-from heads.grid import TokenGrid
-from heads.mtp import MTPHeads, OffsetHead, RMSNorm, TrainedOn
+from draftgrid.heads.blocks import OffsetHead, RMSNorm
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.grid import TokenGrid
+from draftgrid.heads.mtp import MTPHeads, TrainedOn
 
 ABOVE = ((-1, 0), (-1, 1), (-1, 2))
 """Cells the trunk reads, (dy, dx) from the cell that is predicted."""
@@ -125,72 +123,3 @@ class ChainHeads(MTPHeads):
     def gate(self, u: Tensor) -> Tensor:
         """The parts of position and left tokens, added up, (..., 2 r) -> the gated units (..., r)."""
         return nn.functional.glu(u, dim=-1)
-
-    def tables(self, backbone: Backbone) -> "ChainTables":
-        """What drafting needs of head and backbone together.
-
-        Raises ValueError for a backbone with a linear head whose final norm is no RMS norm.
-        """
-        return ChainTables(self, backbone) if backbone.linear_head else WholeTables(self, backbone)
-
-
-class ChainTables:
-    """The left tokens' part for every code, and L M: so a drafted position costs two small products."""
-
-    def __init__(self, heads: ChainHeads, backbone: Backbone) -> None:
-        self.heads, self.backbone = heads, backbone
-        self.normed = heads.config.target != "h_post"
-        codes = torch.arange(backbone.image_vocab_size, device=backbone.device)
-        layers = [layer for layer in (heads.late_left, heads.late_second) if layer is not None]
-        entering = [layer(backbone.embed(codes)) for layer in layers]
-        self.left = [torch.cat([a, torch.zeros_like(a[:1])]) for a in entering]
-        """(V + 1, 2 r) for the left token, then the second to the left; row V stands for none in this row."""
-        self.prepare()
-
-    def prepare(self) -> None:
-        down = self.heads.late_down.weight.T
-        # Far above the norm's epsilon, which a column of M alone might not be.
-        self.down = torch.cat([self.linear(1e3 * down) / 1e3, down], dim=-1)
-        """(r, V + D): M u and its logits before they are divided by the norm."""
-        self._check(down)
-
-    def linear(self, h: Tensor) -> Tensor:
-        """L h (..., V), times the root of D so that dividing by the plain norm of h gives the logits."""
-        logits = self.heads.logits(self.backbone, h)
-        return logits * torch.linalg.vector_norm(h, dim=-1, keepdim=True) if self.normed else logits
-
-    def base(self, t: Tensor) -> Tensor:
-        """(..., D) -> (..., V + D): L t and t."""
-        return torch.cat([self.linear(t), t], dim=-1)
-
-    def logits(self, base: Tensor, u: Tensor) -> Tensor:
-        """base (R, V + D) of one position and its units (R, r) -> (R, V): the backbone's logits of t + M u."""
-        both = torch.addmm(base, u, self.down)
-        V = self.backbone.image_vocab_size
-        return both[:, :V] / torch.linalg.vector_norm(both[:, V:], dim=-1, keepdim=True) if self.normed else both[:, :V]
-
-    def _check(self, down: Tensor) -> None:
-        t = down[: min(4, len(down))] * math.sqrt(down.shape[1]) / down.norm(dim=-1, keepdim=True)[:4]
-        u = torch.ones(len(t), len(down), device=t.device, dtype=t.dtype)
-        true, mine = self.heads.logits(self.backbone, t + u @ down), self.logits(self.base(t), u)
-        tolerance = 2e-2 if down.dtype in (torch.bfloat16, torch.float16) else 1e-3
-        if (true - mine).abs().max() > tolerance * true.abs().max():
-            raise ValueError(
-                f"chain heads need a backbone with a plain RMS norm at its end and a linear head behind it, or with "
-                f"linear_head = False; {self.backbone.name} has neither"
-            )
-
-
-class WholeTables(ChainTables):
-    """Where the head is no linear map (Janus-Pro's is an MLP), nothing of it can be taken ahead: each drafted position
-    goes through final norm and head as a whole."""
-
-    def prepare(self) -> None:
-        """Nothing beyond the left tokens' part."""
-
-    def base(self, t: Tensor) -> Tensor:
-        """(..., D) -> t itself."""
-        return t
-
-    def logits(self, base: Tensor, u: Tensor) -> Tensor:
-        return self.heads.logits(self.backbone, base + self.heads.late_down(u))

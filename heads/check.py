@@ -1,6 +1,6 @@
 """A backbone against the contract (heads/backbones/base.py), in a minute, before GPUs are booked to train on it.
 
-    python -m heads.check backbone=DIR
+    draftgrid check backbone=DIR
 
 Every line measures one promise with random image tokens and prints ok or FAILED; FAILED says what that means and where
 to look. Exit code 0 if all hold, 1 if one does not, 2 for bad input. In Python, for a model already held:
@@ -11,16 +11,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from heads.backbones import Backbone, load_backbone
-from heads.backbones.loading import find_checkpoint
-from heads.cli import key, main, nearest
-from heads.contract import DTYPES, SINGLES, Checks, Line
-from heads.device import pick_device
-from heads.tokenizers import ImageTokenizer, load_tokenizer
+from draftgrid.common.cli import key, main, nearest
+from draftgrid.common.device import pick_device
+from draftgrid.heads.backbones import Backbone, load_backbone
+from draftgrid.heads.backbones.loading import find_checkpoint
+from draftgrid.heads.contract import DTYPES, SINGLES, Checks, Line
+from draftgrid.heads.tokenizers import ImageTokenizer, load_tokenizer
 
 
 @dataclass
@@ -98,5 +99,7 @@ def run(config: CheckConfig) -> None:
     print(f"all {sum(line.ok is True for line in lines)} lines hold, {seconds}")
 
 
+command = partial(main, run, CheckConfig, __doc__)
+
 if __name__ == "__main__":
-    main(run, CheckConfig, __doc__)
+    command()

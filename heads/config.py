@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from heads.cli import key
-from heads.grid import Offset
+from draftgrid.common.cli import key
+from draftgrid.heads.grid import Offset
 
 INPUTS = ("h+e", "h", "e")
-KINDS = ("offsets", "chain")
+KINDS = {"offsets": "draftgrid.heads.offsets:OffsetHeads", "chain": "draftgrid.heads.chain:ChainHeads"}
+"""Kinds of heads, and the class of each."""
 TARGETS = ("h_pre", "h_post", "token")
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.backbones.base import Backbone
-from heads.objective import at_least_fp32, mix_guidance
-from heads.prompts import Prompt, Unconditional
-from heads.tokenizers import ImageTokenizer
+from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.distributions import at_least_fp32, mix_guidance
+from draftgrid.heads.prompts import Prompt, Unconditional
+from draftgrid.heads.tokenizers import ImageTokenizer
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Largest distance (see `Checks.apart`) that passes for rounding. A state of another cell is some tenths away."""

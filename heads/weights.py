@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.files import read_json
+from draftgrid.common.files import read_json
 
 INDEX = "model.safetensors.index.json"
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")

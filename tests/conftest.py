@@ -54,9 +54,9 @@ class World:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    from data.encode import encode
-    from data.sources import open_source
-    from heads.tokenizers import PatchVQ
+    from draftgrid.data.encode import encode
+    from draftgrid.data.sources import open_source
+    from draftgrid.heads.tokenizers import PatchVQ
     from tests.tiny import tiny_emu3
 
     root = tmp_path_factory.mktemp("world")

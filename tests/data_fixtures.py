@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from data.shards import Manifest, Sample, shard_name, write_shard
-from heads.tokenizers import PatchVQ
+from draftgrid.data.shards import Manifest, Sample, shard_name, write_shard
+from draftgrid.heads.tokenizers import PatchVQ
 
 TOKENIZER = "f" * 64
 """Fingerprint that `write_set` puts into its manifests."""

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from heads import memory
-from heads.memory import Tensors, held, measured
+from draftgrid.recipes.plan import memory
+from draftgrid.recipes.plan.memory import Tensors, held, measured
 
 
 class Model(nn.Module):

@@ -15,14 +15,14 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from data.stream import Batch
-from heads import ranks
-from heads.checkpoint import step_file
-from heads.cli import compose
-from heads.run_folder import RunFolder
-from heads.saving import Stopped
-from recipes.build import build
-from recipes.schema import DEFAULT, RECIPES, TrainConfig
+from draftgrid.common.cli import compose
+from draftgrid.data.stream import Batch
+from draftgrid.recipes.launch.build import build
+from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, TrainConfig
+from draftgrid.training import ranks
+from draftgrid.training.checkpoint import step_file
+from draftgrid.training.run_folder import RunFolder
+from draftgrid.training.saving import Stopped
 
 STRATEGIES = ranks.STRATEGIES[1:]
 STEPS, HALF, PICTURES = 20, 10, 4

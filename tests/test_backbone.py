@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eval.decoders import decode
-from heads.backbones import load_backbone
-from heads.backbones.emu3 import Emu3Backbone
+from draftgrid.eval.decoders import decode
+from draftgrid.heads.backbones import load_backbone
+from draftgrid.heads.backbones.emu3 import Emu3Backbone
 from tests.tiny import CAPTIONS, tiny_emu3
 
 

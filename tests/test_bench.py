@@ -11,19 +11,20 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from eval.bench import BenchConfig, settle
-from eval.bench import run as bench
-from eval.chart import places, speed_chart
-from eval.decoders import DECODERS, Sampling, decode, make_policy
-from eval.generate import GenerateConfig
-from eval.generate import run as generate
-from eval.measure import Part, Plan, Run, interpolate, lengths_on, measure, speedup
-from eval.metrics.likelihood import bootstrap, surprise
-from eval.setup import Decoder, demo_heads, load, parse_decoder, parse_decoders
-from eval.suites import every
-from heads.backbones import load_backbone
-from heads.grid import TokenGrid
-from heads.mtp import HeadsConfig, new_heads
+from draftgrid.eval.bench import BenchConfig, settle
+from draftgrid.eval.bench import run as bench
+from draftgrid.eval.chart import places, speed_chart
+from draftgrid.eval.decoders import DECODERS, Sampling, decode, make_policy
+from draftgrid.eval.generate import GenerateConfig
+from draftgrid.eval.generate import run as generate
+from draftgrid.eval.measure import Part, Plan, Run, interpolate, lengths_on, measure, speedup
+from draftgrid.eval.metrics.likelihood import bootstrap, surprise
+from draftgrid.eval.setup import Decoder, demo_heads, load, parse_decoder, parse_decoders
+from draftgrid.eval.suites import every
+from draftgrid.heads.backbones import load_backbone
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.grid import TokenGrid
+from draftgrid.heads.mtp import new_heads
 from tests.conftest import World
 from tests.tiny import TableBackbone, tiny_emu3
 
@@ -215,7 +216,7 @@ def test_calibrate_prints_every_window_and_leaves_the_decoder_alone(
 def test_generate_writes_a_picture_per_prompt_that_decodes_from_its_tokens(
     world: World, heads: Path, tmp_path: Path
 ) -> None:
-    from heads.tokenizers import load_tokenizer
+    from draftgrid.heads.tokenizers import load_tokenizer
 
     generate(GenerateConfig(**settings(world, heads), images=2, decoder="ar", seed=3, scale=2, out=str(tmp_path)))
     assert sorted(p.name for p in tmp_path.iterdir()) == [

@@ -16,19 +16,19 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 from torch import Tensor
 
-from data.config import StreamConfig
-from data.module import TokenDataModule
-from data.shards import read_shard
-from eval.callback import Preview, captions, private_copy, sharded
-from eval.config import DecodingConfig, EvaluateConfig
-from eval.decoders import Sampling, decode
-from heads.backbones import load_backbone
-from heads.cli import compose
-from heads.config import HeadsConfig, OptimConfig
-from heads.module import HeadsModule
-from heads.mtp import MTPHeads, new_heads
-from heads.tokenizers import load_tokenizer
-from recipes.schema import DEFAULT, RECIPES, TrainConfig
+from draftgrid.common.cli import compose
+from draftgrid.data.config import StreamConfig
+from draftgrid.data.module import TokenDataModule
+from draftgrid.data.shards import read_shard
+from draftgrid.eval.callback import Preview, captions, private_copy, sharded
+from draftgrid.eval.config import DecodingConfig, EvaluateConfig
+from draftgrid.eval.decoders import Sampling, decode
+from draftgrid.heads.backbones import load_backbone
+from draftgrid.heads.config import HeadsConfig, OptimConfig
+from draftgrid.heads.mtp import MTPHeads, new_heads
+from draftgrid.heads.tokenizers import load_tokenizer
+from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, TrainConfig
+from draftgrid.training.module import HeadsModule
 from tests.conftest import World
 from tests.tiny import tiny_emu3
 

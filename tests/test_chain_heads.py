@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.decoders import decode
-from heads.chain import ChainHeads
-from heads.config import LossConfig
-from heads.module import HeadsModule, OptimConfig
-from heads.mtp import HeadsConfig, MTPHeads, new_heads
+from draftgrid.eval.decoders import decode
+from draftgrid.heads.chain import ChainHeads
+from draftgrid.heads.chain_tables import chain_tables
+from draftgrid.heads.config import HeadsConfig, LossConfig
+from draftgrid.heads.mtp import MTPHeads, new_heads
+from draftgrid.training.module import HeadsModule, OptimConfig
 from tests.tiny import random_chain_heads, tiny_emu3
 
 WIDE = {"rows": 2, "lefts": 2, "recent": 2}
@@ -41,7 +42,7 @@ def logits(backbone, heads: ChainHeads, state: Tensor) -> Tensor:
 
 def test_the_tables_give_the_backbones_logits_of_the_predicted_state(world) -> None:
     backbone, heads, _, _, _ = world
-    tables = heads.tables(backbone)
+    tables = chain_tables(heads, backbone)
     generator = torch.Generator().manual_seed(1)
     t = 5 * torch.randn(6, 32, generator=generator, dtype=torch.float64)
     u = torch.randn(6, heads.rank, generator=generator, dtype=torch.float64)
@@ -136,9 +137,9 @@ def test_targets_are_all_cells_but_the_first_and_sources_the_left_ones(world) ->
 
 def test_drafts_at_temperature_zero_are_the_argmax_of_the_predictions(world) -> None:
     """A decoder that commits its drafts untested would draw these; here the first window's births are read off."""
-    from eval.decoders import make_policy
-    from eval.decoders.engine import run
-    from eval.decoders.kernels import Sampling
+    from draftgrid.eval.decoders import make_policy
+    from draftgrid.eval.decoders.engine import run
+    from draftgrid.eval.decoders.kernels import Sampling
 
     backbone, heads, *_ = world
     policy = make_policy("ssd_coupled", window=12)
@@ -165,10 +166,10 @@ def test_drafting_position_by_position_says_what_the_whole_picture_is_predicted_
 
     Cells up and to the right that come after the first opened position count as missing.
     """
-    from eval.decoders.drafters import ChainDrafter
-    from eval.decoders.engine import Canvas
-    from eval.decoders.kernels import Sampling
-    from eval.decoders.randomness import SeededSource
+    from draftgrid.eval.decoders.drafters import ChainDrafter
+    from draftgrid.eval.decoders.engine import Canvas
+    from draftgrid.eval.decoders.kernels import Sampling
+    from draftgrid.eval.decoders.randomness import SeededSource
 
     backbone, heads, tokens, h, e = world
     tokens = tokens[:1].expand(2, -1)

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.functional import conv2d, group_norm
 from transformers import ChameleonImageProcessorPil, ChameleonVQVAE, ChameleonVQVAEConfig
 
-from data.encode import EncodeConfig, run
-from data.shards import read_manifest
-from data.sources import pixels
-from heads.tokenizers import ChameleonVQ, load_tokenizer
-from heads.tokenizers.vqgan import Sizes, new_vqgan
+from draftgrid.data.encode import EncodeConfig, run
+from draftgrid.data.shards import read_manifest
+from draftgrid.data.sources import pixels
+from draftgrid.heads.tokenizers import ChameleonVQ, load_tokenizer
+from draftgrid.heads.tokenizers.vqgan import Sizes, new_vqgan
 from tests.data_fixtures import write_pictures
 from tests.published_lumina import VQ, State, vqgan_state, write_lumina, write_vqgan
 

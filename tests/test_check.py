@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.backbones.cache import RaggedCache
-from heads.backbones.emu3 import Emu3Backbone
-from heads.check import CheckConfig, check, run
-from heads.cli import compose, main
-from heads.contract import Line
-from heads.grid import TokenGrid
-from heads.tokenizers import PatchVQ
+from draftgrid.common.cli import compose, main
+from draftgrid.heads.backbones.cache import RaggedCache
+from draftgrid.heads.backbones.emu3 import Emu3Backbone
+from draftgrid.heads.check import CheckConfig, check, run
+from draftgrid.heads.contract import Line
+from draftgrid.heads.grid import TokenGrid
+from draftgrid.heads.tokenizers import PatchVQ
 from tests.conftest import World
 from tests.tiny import tiny_emu3
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from heads.cli import compose, key, main
+from draftgrid.common.cli import compose, key, main
 
 
 @dataclass
@@ -299,7 +299,7 @@ def test_a_failure_in_a_loader_process_is_the_same_one_line(
 
 
 def test_a_real_command_ends_with_exit_code_two_and_no_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "data.verify", f"dir={tmp_path / 'no such, folder'}"]
+    command = [sys.executable, "-m", "draftgrid.data.verify", f"dir={tmp_path / 'no such, folder'}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert done.returncode == 2
     assert done.stdout == ""

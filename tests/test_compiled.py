@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from eval.decoders import Sampling, make_policy
-from eval.decoders.engine import run
-from heads import load_backbone
-from heads.backbones.attention import NAME, grouped_sdpa
-from heads.backbones.base import Backbone
-from heads.backbones.graphs import Recorded
-from heads.mtp import HeadsConfig, MTPHeads, new_heads
+from draftgrid import load_backbone
+from draftgrid.eval.decoders import Sampling, make_policy
+from draftgrid.eval.decoders.engine import run
+from draftgrid.heads.backbones.attention import NAME, grouped_sdpa
+from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.backbones.graphs import Recorded
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.mtp import MTPHeads, new_heads
 from tests.published_janus import write_janus
 from tests.published_lumina import write_lumina
 from tests.tiny import CAPTIONS, tiny_emu3

@@ -5,7 +5,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Emu3TextConfig
 from transformers.models.emu3.modeling_emu3 import Emu3TextModel
 
-from heads.mtp import OffsetHead
+from draftgrid.heads.blocks import OffsetHead
 
 IMAGE_CODES = 32768
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.decoders import DECODERS, Sampling, decode, make_policy
-from eval.decoders.engine import Canvas, Policy, run
-from eval.decoders.jacobi import BIRTHS, SCD, SJD
-from eval.decoders.kernels import gumbel_argmax, transport
-from eval.decoders.randomness import SeededSource, Where
-from heads.grid import TokenGrid
-from heads.mtp import HeadsConfig, MTPHeads, new_heads
-from heads.tokenizers import PatchVQ
+from draftgrid.eval.decoders import DECODERS, Sampling, decode, make_policy
+from draftgrid.eval.decoders.engine import Canvas, Policy, run
+from draftgrid.eval.decoders.jacobi import BIRTHS, SCD, SJD
+from draftgrid.eval.decoders.kernels import gumbel_argmax, transport
+from draftgrid.eval.decoders.randomness import SeededSource, Where
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.grid import TokenGrid
+from draftgrid.heads.mtp import MTPHeads, new_heads
+from draftgrid.heads.tokenizers import PatchVQ
 from tests.tiny import CAPTIONS, ArbitraryHeads, LocalBackbone, TableBackbone, random_chain_heads, tiny_emu3
 
 PLAIN = Sampling()

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from eval.decoders import Sampling, decode
-from eval.decoders.ar import AR
-from eval.decoders.engine import run
-from eval.decoders.kernels import transport
-from eval.decoders.randomness import SeededSource, Where
-from eval.decoders.ssd import SSD
-from heads.grid import Offset
-from heads.mtp import HeadsConfig, new_heads
+from draftgrid.eval.decoders import Sampling, decode
+from draftgrid.eval.decoders.ar import AR
+from draftgrid.eval.decoders.engine import run
+from draftgrid.eval.decoders.kernels import transport
+from draftgrid.eval.decoders.randomness import SeededSource, Where
+from draftgrid.eval.decoders.ssd import SSD
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.grid import Offset
+from draftgrid.heads.mtp import new_heads
 from tests.tiny import CAPTIONS, ArbitraryHeads, Replay, TableBackbone, enumerate_law, tiny_emu3, total_variation
 
 SETTINGS = [Sampling(), Sampling(top_k=2), Sampling(temperature=0.5, top_p=0.9)]
@@ -315,7 +316,7 @@ def test_non_square_grids_are_filled_row_by_row(grid, settings: dict) -> None:
 
 def test_the_mix_is_splitmix64s_finalizer() -> None:
     """Both forms against the definition: Python's integers do not wrap unless told to."""
-    from eval.decoders.randomness import _mix, _mix_int
+    from draftgrid.eval.decoders.randomness import _mix, _mix_int
 
     def by_hand(x: int) -> int:
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64

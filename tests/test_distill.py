@@ -13,20 +13,21 @@ import numpy as np
 import pytest
 import torch
 
-from data import verify
-from data.config import StreamConfig
-from data.encode import PARTS
-from data.module import TokenDataModule
-from data.shards import MANIFEST, Manifest, Sample, check_manifest, read_manifest, read_shard
-from eval import distill as distill_module
-from eval.decoders import DecodeResult, decode
-from eval.distill import check_exact
-from eval.generate import GenerateConfig
-from eval.generate import run as generate
-from eval.setup import Loaded, parse_decoder
-from heads.backbones import load_backbone
-from heads.mtp import HeadsConfig, MTPHeads, new_heads
-from heads.tokenizers import load_tokenizer
+from draftgrid.data import verify
+from draftgrid.data.config import StreamConfig
+from draftgrid.data.encode import PARTS
+from draftgrid.data.module import TokenDataModule
+from draftgrid.data.shards import MANIFEST, Manifest, Sample, check_manifest, read_manifest, read_shard
+from draftgrid.eval import distill as distill_module
+from draftgrid.eval.decoders import DecodeResult, decode
+from draftgrid.eval.distill import check_exact
+from draftgrid.eval.generate import GenerateConfig
+from draftgrid.eval.generate import run as generate
+from draftgrid.eval.setup import Loaded, parse_decoder
+from draftgrid.heads.backbones import load_backbone
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.mtp import MTPHeads, new_heads
+from draftgrid.heads.tokenizers import load_tokenizer
 from tests.conftest import World
 from tests.data_fixtures import files, write_set
 

@@ -17,15 +17,16 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import Emu3Config, Emu3ForConditionalGeneration
 
-from eval.decoders import decode
-from heads import MTPHeads, load_backbone, load_tokenizer
-from heads.backbones import Backbone
-from heads.backbones.emu3 import NEGATIVE_PROMPT, Emu3Backbone, load_processor
-from heads.backbones.published import PUBLISHED
-from heads.check import check
-from heads.export import model_card
-from heads.mtp import HeadsConfig, new_heads
-from heads.objective import mix_guidance
+from draftgrid import MTPHeads, load_backbone, load_tokenizer
+from draftgrid.eval.decoders import decode
+from draftgrid.heads.backbones import Backbone
+from draftgrid.heads.backbones.emu3 import NEGATIVE_PROMPT, Emu3Backbone, load_processor
+from draftgrid.heads.backbones.published import PUBLISHED
+from draftgrid.heads.check import check
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.distributions import mix_guidance
+from draftgrid.heads.mtp import new_heads
+from draftgrid.training.export import model_card
 from tests.published_emu3 import BOS, FULL, config, save, shapes, tiny, visual, vocabulary, weights, write_emu3
 
 WORDS = vocabulary(24)
@@ -90,9 +91,9 @@ class TestPublishedLayout:
     def test_a_plan_needs_no_checkpoint_and_counts_what_is_published(
         self, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from heads.cli import compose
-        from recipes.plan import count, load_subject
-        from recipes.schema import RECIPES, TrainConfig
+        from draftgrid.common.cli import compose
+        from draftgrid.recipes.launch.schema import RECIPES, TrainConfig
+        from draftgrid.recipes.plan.subject import count, load_subject
 
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         subject = load_subject(compose(TrainConfig, [f"recipe={recipe}"], RECIPES))

@@ -9,10 +9,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3ImageProcessor, Emu3VQVAE, Emu3VQVAEConfig
 
-from data.encode import EncodeConfig, run
-from data.shards import Sample, read_manifest, read_shard
-from data.sources import Item, open_picture, pixels
-from heads.tokenizers import Emu3VQ, load_tokenizer
+from draftgrid.data.encode import EncodeConfig, run
+from draftgrid.data.shards import Sample, read_manifest, read_shard
+from draftgrid.data.sources import Item, open_picture, pixels
+from draftgrid.heads.tokenizers import Emu3VQ, load_tokenizer
 from tests.data_fixtures import write_pictures
 from tests.tiny import tiny_emu3
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 from PIL import Image
 
-from data import encode as encode_module
-from data import show, verify
-from data.encode import EncodeConfig, encode
-from data.shards import Broken, Manifest, Sample, check_manifest, read_manifest, read_shard, write_shard
-from data.sources import FolderSource
-from heads.cli import main
-from heads.tokenizers import PatchVQ
+from draftgrid.common.cli import main
+from draftgrid.data import encode as encode_module
+from draftgrid.data import show, verify
+from draftgrid.data.encode import EncodeConfig, encode
+from draftgrid.data.shards import Broken, Manifest, Sample, check_manifest, read_manifest, read_shard, write_shard
+from draftgrid.data.sources import FolderSource
+from draftgrid.heads.tokenizers import PatchVQ
 from tests.data_fixtures import TOKENIZER, codes_by_hand, files, tiny_tokenizer, write_pictures, write_set
 
 
@@ -378,11 +378,11 @@ def test_bad_settings_are_refused_by_their_value(pictures: Path, tmp_path: Path)
 
 
 def test_a_missing_manifest_tells_how_to_make_one(pictures: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"holds no token shards.*python -m data\.encode .*out={tmp_path}"):
+    with pytest.raises(ValueError, match=rf"holds no token shards.*draftgrid encode .*out={tmp_path}"):
         read_manifest(tmp_path)
     run(pictures, tmp_path / "out")
     (tmp_path / "out" / "manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"holds 4 shards of an unfinished encode.*python -m data\.encode"):
+    with pytest.raises(ValueError, match=r"holds 4 shards of an unfinished encode.*draftgrid encode"):
         read_manifest(tmp_path / "out")
 
 

@@ -19,11 +19,11 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from data import encode as encode_module
-from data.encode import EncodeConfig, encode, wait_for_plan
-from data.shards import MANIFEST, Manifest, Sample, read_manifest, read_shard
-from data.sources import FolderSource
-from heads.tokenizers import PatchVQ
+from draftgrid.data import encode as encode_module
+from draftgrid.data.encode import EncodeConfig, encode, wait_for_plan
+from draftgrid.data.shards import MANIFEST, Manifest, Sample, read_manifest, read_shard
+from draftgrid.data.sources import FolderSource
+from draftgrid.heads.tokenizers import PatchVQ
 from tests.data_fixtures import files, tiny_tokenizer, write_pictures
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +140,7 @@ def test_the_command_under_torchrun_gives_the_bytes_of_one_process(
         "out": tmp_path / "out",
         "shards": SHARDS,
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "data.encode"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "draftgrid.data.encode"]
     done = subprocess.run(
         [*command, *(f"{k}={v}" for k, v in keys.items())],
         cwd=ROOT,

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.decoders import DECODERS, Sampling, decode
-from heads.backbones.emu3 import Emu3Backbone
-from heads.mtp import HeadsConfig, MTPHeads, new_heads
-from heads.tokenizers import PatchVQ
+from draftgrid.eval.decoders import DECODERS, Sampling, decode
+from draftgrid.heads.backbones.emu3 import Emu3Backbone
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.mtp import MTPHeads, new_heads
+from draftgrid.heads.tokenizers import PatchVQ
 from tests.tiny import CAPTIONS, random_chain_heads, tiny_emu3
 
 VQ = PatchVQ(torch.rand(24, 12, generator=torch.Generator().manual_seed(0)), patch=2, image_size=8)

@@ -1,4 +1,4 @@
-"""`python -m heads.export`: any checkpoint, in one process, becomes the folder that from_pretrained loads."""
+"""`draftgrid export`: any checkpoint, in one process, becomes the folder that from_pretrained loads."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from heads.backbones import load_backbone
-from heads.checkpoint import pick_checkpoint, read_checkpoint, step_file
-from heads.cli import main
-from heads.export import ExportConfig, export, run
-from heads.mtp import MTPHeads
+from draftgrid.common.cli import main
+from draftgrid.heads.backbones import load_backbone
+from draftgrid.heads.mtp import MTPHeads
+from draftgrid.training.checkpoint import pick_checkpoint, read_checkpoint, step_file
+from draftgrid.training.export import ExportConfig, export, run
 from tests.conftest import World
 from tests.test_train import fit
 

@@ -16,17 +16,17 @@ import pytest
 import torch
 from PIL import Image
 
-import train
-from data.encode import EncodeConfig
-from data.encode import run as encode
-from eval.decoders import DECODERS
-from eval.setup import EvalConfig, load, parse_decoders
-from heads import MTPHeads, load_backbone, ranks
-from heads.cli import compose, main
-from heads.mtp import new_heads
-from heads.run_folder import RunFolder
-from recipes.build import build, claim
-from recipes.schema import DEFAULT, RECIPES, TrainConfig
+from draftgrid import MTPHeads, load_backbone, train
+from draftgrid.common.cli import compose, main
+from draftgrid.data.encode import EncodeConfig
+from draftgrid.data.encode import run as encode
+from draftgrid.eval.decoders import DECODERS
+from draftgrid.eval.setup import EvalConfig, load, parse_decoders
+from draftgrid.heads.mtp import new_heads
+from draftgrid.recipes.launch.build import build, claim
+from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, TrainConfig
+from draftgrid.training import ranks
+from draftgrid.training.run_folder import RunFolder
 from tests.data_fixtures import write_pictures
 from tests.published_emu3 import write_emu3
 from tests.published_janus import write_janus

@@ -9,10 +9,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from heads.backbones import load_backbone
-from heads.checkpoint import pick_checkpoint, read_checkpoint, saved_steps
-from heads.module import HeadsModule
-from heads.mtp import MTPHeads
+from draftgrid.heads.backbones import load_backbone
+from draftgrid.heads.mtp import MTPHeads
+from draftgrid.recipes.launch import build
+from draftgrid.training.checkpoint import pick_checkpoint, read_checkpoint, saved_steps
+from draftgrid.training.module import HeadsModule
 from tests.conftest import World
 from tests.test_train import fit
 
@@ -35,9 +36,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, when, samples: slice = slice(None)) -
 
 class TestSamplesThatAreNotFinite:
     def test_one_is_left_out_and_the_gradient_is_that_of_the_others(self, world: World, monkeypatch) -> None:
-        from data.stream import Batch
-        from heads.config import HeadsConfig, OptimConfig
-        from heads.mtp import new_heads
+        from draftgrid.data.stream import Batch
+        from draftgrid.heads.config import HeadsConfig, OptimConfig
+        from draftgrid.heads.mtp import new_heads
 
         backbone = load_backbone(world.backbone)
         module = HeadsModule(backbone, new_heads(HeadsConfig(right=2, down=1), backbone), OptimConfig())
@@ -104,12 +105,10 @@ class Tell(Callback):
 def test_a_signal_saves_the_step_and_the_same_command_goes_on_bit_for_bit(
     world: World, tmp_path: Path, monkeypatch, capsys, number: int
 ) -> None:
-    import recipes.build
-
     fit(world.overrides(tmp_path / "whole", **LONG))
-    callbacks = recipes.build.callbacks
+    callbacks = build.callbacks
     monkeypatch.setattr(Tell, "number", number)
-    monkeypatch.setattr(recipes.build, "callbacks", lambda *a: [Tell(), *callbacks(*a)])
+    monkeypatch.setattr(build, "callbacks", lambda *a: [Tell(), *callbacks(*a)])
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as stop:
         fit(world.overrides(tmp_path / "run", **LONG))
@@ -117,7 +116,7 @@ def test_a_signal_saves_the_step_and_the_same_command_goes_on_bit_for_bit(
     assert "stopped at step 7" in capsys.readouterr().out
     (file,) = saved_steps(tmp_path / "run" / "checkpoints")
     assert read_checkpoint(file)["global_step"] == 7
-    monkeypatch.setattr(recipes.build, "callbacks", callbacks)
+    monkeypatch.setattr(build, "callbacks", callbacks)
     fit(world.overrides(tmp_path / "run", **LONG))
     assert "going on from step 7: weights, moments, learning rate, place in the data" in capsys.readouterr().out
     names = [tmp_path / n / "heads" / "model.safetensors" for n in ("whole", "run")]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from heads.checkpoint import step_file
-from heads.files import atomic, atomic_folder, read_json, sha256, write_json, write_text
-from heads.run_folder import RunFolder
+from draftgrid.common.files import atomic, atomic_folder, read_json, sha256, write_json, write_text
+from draftgrid.training.checkpoint import step_file
+from draftgrid.training.run_folder import RunFolder
 from tests.data_fixtures import files
 
 FULL = Path("/dev/full")

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from heads.grid import TokenGrid, offset_name
+from draftgrid.heads.grid import TokenGrid, offset_name
 
 SHAPES = [(2, 5), (5, 2), (1, 7), (7, 1), (3, 3), (1, 1)]
 OFFSETS = [(0, 1), (0, 2), (0, 5), (1, 0), (2, 0), (4, 0), (1, 1), (1, -1), (2, -3), (3, 4), (0, 9), (9, 0)]

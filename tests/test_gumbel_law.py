@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.decoders import Policy, Sampling, jacobi, make_policy
-from eval.decoders.coupled import CoupledSSD
-from eval.decoders.engine import Canvas, run
-from eval.decoders.jacobi import BIRTHS, SCD
-from eval.decoders.kernels import gumbel_argmax
-from eval.decoders.randomness import Where
-from heads.mtp import HeadsConfig, MTPHeads
+from draftgrid.eval.decoders import Policy, Sampling, jacobi, make_policy
+from draftgrid.eval.decoders.coupled import CoupledSSD
+from draftgrid.eval.decoders.engine import Canvas, run
+from draftgrid.eval.decoders.jacobi import BIRTHS, SCD
+from draftgrid.eval.decoders.kernels import gumbel_argmax
+from draftgrid.eval.decoders.randomness import Where
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.mtp import MTPHeads
 from tests.tiny import (
     ArbitraryHeads,
     Path,
@@ -112,8 +113,8 @@ def walk(
         undrafted = T - 1 if isinstance(policy, CoupledSSD) else None
         source = BoxedReplay([pending.pop() for _ in range(min(400, len(pending)))], T, undrafted)
         with (
-            patch("eval.decoders.jacobi.gumbel_argmax", source.argmax),
-            patch("eval.decoders.coupled.gumbel_argmax", source.argmax),
+            patch("draftgrid.eval.decoders.jacobi.gumbel_argmax", source.argmax),
+            patch("draftgrid.eval.decoders.coupled.gumbel_argmax", source.argmax),
         ):
             result = run(backbone, ["x"] * len(source.paths), policy, sampling, heads, source=source)
         for path, picture in zip(source.paths, result.tokens.flatten(1).tolist(), strict=True):

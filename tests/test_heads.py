@@ -13,10 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from eval.decoders import decode
-from heads.grid import Offset, offset_name
-from heads.module import HeadsModule, OptimConfig
-from heads.mtp import HeadsConfig, MTPHeads, OffsetHeads, TrainedOn, new_heads
+from draftgrid.eval.decoders import decode
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.grid import Offset, offset_name
+from draftgrid.heads.mtp import MTPHeads, TrainedOn, new_heads
+from draftgrid.heads.offsets import OffsetHeads
+from draftgrid.training.module import HeadsModule, OptimConfig
 from tests.tiny import CAPTIONS, tiny_emu3
 
 
@@ -102,7 +104,7 @@ def test_simulated_acceptance_of_untrained_heads_is_the_decoders_measured_accept
 
 
 def _batch(tokens: Tensor, captions: list):
-    from data.stream import Batch
+    from draftgrid.data.stream import Batch
 
     return Batch(tokens, captions, ["k"] * len(captions))
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.encode import SKIPPED, encode
-from data.shards import Sample, read_shard
-from data.sources import HubSource, TarSource, open_picture, open_source, pixels
+from draftgrid.data.encode import SKIPPED, encode
+from draftgrid.data.shards import Sample, read_shard
+from draftgrid.data.sources import HubSource, TarSource, open_picture, open_source, pixels
 from tests.data_fixtures import tiny_tokenizer, write_pictures
 
 

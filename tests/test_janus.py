@@ -10,15 +10,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from eval.decoders import Sampling, decode, make_policy
-from heads.backbones import load_backbone
-from heads.backbones.janus_pro import JanusProBackbone, load_processor
-from heads.chain import ChainHeads
-from heads.check import check
-from heads.config import HeadsConfig
-from heads.mtp import MTPHeads, new_heads
-from heads.prompts import Unconditional, twins
-from heads.tokenizers import JanusVQ, load_tokenizer
+from draftgrid.eval.decoders import Sampling, decode, make_policy
+from draftgrid.heads.backbones import load_backbone
+from draftgrid.heads.backbones.janus_pro import JanusProBackbone, load_processor
+from draftgrid.heads.chain import ChainHeads
+from draftgrid.heads.chain_tables import chain_tables
+from draftgrid.heads.check import check
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.mtp import MTPHeads, new_heads
+from draftgrid.heads.prompts import Unconditional, twins
+from draftgrid.heads.tokenizers import JanusVQ, load_tokenizer
 from tests.published_janus import (
     BOI,
     BOS,
@@ -90,9 +91,9 @@ class TestPublishedLayout:
 
     def test_the_whole_of_it_is_what_decoding_loads_and_the_rest(self, tmp_path: Path) -> None:
         """plan=true at full size: the language model, code embedding, aligner and image head, worked out by hand."""
-        from heads.cli import compose
-        from recipes.plan import count, load_subject
-        from recipes.schema import DEFAULT, RECIPES, TrainConfig
+        from draftgrid.common.cli import compose
+        from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, TrainConfig
+        from draftgrid.recipes.plan.subject import count, load_subject
 
         keys = ["recipe=janus_ssd", f"backbone.checkpoint={write_config(tmp_path)}"]
         subject = load_subject(compose(TrainConfig, keys, RECIPES, DEFAULT))
@@ -412,9 +413,9 @@ class TestDecoding:
     @pytest.mark.parametrize("config", [{}, {"rows": 2, "lefts": 2, "recent": 2, "target": "h_post"}])
     def test_a_chain_head_drafts_what_it_was_trained_to_predict(self, folder: Path, config: dict) -> None:
         """Position by position through the MLP head, against the whole picture's prediction; true left tokens."""
-        from eval.decoders.drafters import ChainDrafter
-        from eval.decoders.engine import Canvas
-        from eval.decoders.randomness import SeededSource
+        from draftgrid.eval.decoders.drafters import ChainDrafter
+        from draftgrid.eval.decoders.engine import Canvas
+        from draftgrid.eval.decoders.randomness import SeededSource
 
         backbone = janus(folder, (3, 4), dtype=torch.float64)
         heads = random_chain_heads(backbone, **config)
@@ -466,7 +467,7 @@ class TestNonlinearHead:
         backbone = BentTable((2, 2), 3)
         backbone.linear_head = True
         with pytest.raises(ValueError, match=r"chain heads need .* or with linear_head = False; table has neither"):
-            random_chain_heads(backbone, rank=3).tables(backbone)  # type: ignore[operator]
+            chain_tables(random_chain_heads(backbone, rank=3), backbone)  # type: ignore[arg-type]
 
     @staticmethod
     def distance(backbone: BentTable, sampling: Sampling, **settings) -> float:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import JanusImageProcessorPil
 
-from heads.backbones import load_backbone
-from heads.tokenizers import JanusVQ, PatchVQ, load_tokenizer
+from draftgrid.heads.backbones import load_backbone
+from draftgrid.heads.tokenizers import JanusVQ, PatchVQ, load_tokenizer
 from tests.published_janus import load_theirs, save, write_janus
 
 

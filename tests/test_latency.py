@@ -11,13 +11,13 @@ import pytest
 import torch
 import yaml
 
-from eval import bench, latency
-from eval.decoders import Sampling
-from eval.latency import SETTINGS, LatencyConfig, picture, resume
-from eval.setup import Decoder, Loaded
-from heads.backbones.random import random_backbone
-from heads.cli import compose_plain, main
-from recipes.schema import RECIPES
+from draftgrid.common.cli import compose_plain, main
+from draftgrid.eval import bench, latency
+from draftgrid.eval.decoders import Sampling
+from draftgrid.eval.latency import SETTINGS, LatencyConfig, picture, resume
+from draftgrid.eval.setup import Decoder, Loaded
+from draftgrid.heads.backbones.random import random_backbone
+from draftgrid.recipes.launch.schema import RECIPES
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = {"emu3": "emu3", "lumina_mgpt": "lumina", "janus_pro": "janus"}
@@ -145,8 +145,8 @@ class Blocked:
         if name.split(".")[0] in set(sys.argv[1].split(",")):
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
-from eval.latency import LatencyConfig
-from heads.cli import compose_plain
+from draftgrid.eval.latency import LatencyConfig
+from draftgrid.common.cli import compose_plain
 print(compose_plain(LatencyConfig, ["layers=2"]).layers)
 """
     ours = "lightning,datasets,braceexpand,einops,torchmetrics,tensorboard,hydra,omegaconf,PIL,matplotlib"

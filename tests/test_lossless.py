@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.decoders import Policy, Sampling, make_policy
-from eval.decoders.chain import Chain
-from eval.decoders.engine import Canvas
-from eval.decoders.jacobi import BIRTHS, SCD, SJD
-from heads.backbones.base import Backbone
-from heads.chain import ChainHeads, ChainTables
-from heads.mtp import HeadsConfig, MTPHeads, TrainedOn, new_heads
-from heads.tokenizers import PatchVQ
+from draftgrid.eval.decoders import Policy, Sampling, drafters, make_policy
+from draftgrid.eval.decoders.chain import Chain
+from draftgrid.eval.decoders.engine import Canvas
+from draftgrid.eval.decoders.jacobi import BIRTHS, SCD, SJD
+from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.chain import ChainHeads
+from draftgrid.heads.chain_tables import LinearTables
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.mtp import MTPHeads, TrainedOn, new_heads
+from draftgrid.heads.tokenizers import PatchVQ
 from tests.tiny import (
     ArbitraryHeads,
     TableBackbone,
@@ -164,14 +166,16 @@ class TestCoupledSSDWithChainHeads:
             assert distance(backbone, "ssd_coupled", sampling, random_chain_heads(backbone), window=3) < 1e-10
 
     @pytest.mark.parametrize("worst", ["reversed", "zero at the mode"])
-    def test_the_worst_heads_cost_steps_and_not_the_law(self, worst: str) -> None:
+    def test_the_worst_heads_cost_steps_and_not_the_law(self, worst: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """In a Markov world heads of hand-set weights say exactly -logits of p, or p without its mode."""
         backbone = markov_table((1, 5), 3)
-        heads = markov_heads(backbone, -1.0 if worst == "reversed" else 1.0, worst == "zero at the mode")
+        heads = markov_heads(backbone, -1.0 if worst == "reversed" else 1.0)
+        if worst == "zero at the mode":
+            monkeypatch.setattr(drafters, "chain_tables", Modeless)
         assert distance(backbone, "ssd_coupled", heads=heads, window=3, uniform=0.01) < 1e-10
 
 
-class Modeless(ChainTables):
+class Modeless(LinearTables):
     def _check(self, down: Tensor) -> None:
         """Its logits are not the backbone's, on purpose."""
 
@@ -179,15 +183,10 @@ class Modeless(ChainTables):
         return zero_at_the_mode(super().logits(base, u))
 
 
-def markov_heads(backbone: TableBackbone, sign: float, modeless: bool) -> ChainHeads:
+def markov_heads(backbone: TableBackbone, sign: float) -> ChainHeads:
     """Row 0 has nothing above, so t = 0 and u = GLU(A e) = e / 2: the predicted state is sign * logits of p."""
-
-    class Heads(ChainHeads):
-        def tables(self, backbone: Backbone) -> ChainTables:
-            return (Modeless if modeless else ChainTables)(self, backbone)
-
     V = backbone.image_vocab_size
-    heads = Heads(HeadsConfig(kind="chain", rank=V), TrainedOn.of(backbone)).double().requires_grad_(False)
+    heads = ChainHeads(HeadsConfig(kind="chain", rank=V), TrainedOn.of(backbone)).double().requires_grad_(False)
     heads.late_left.weight.copy_(torch.cat([torch.eye(V), torch.zeros(V, V)]))
     heads.late_down.weight.copy_(2 * sign * backbone.left_logits.T)
     return heads

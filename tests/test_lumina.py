@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eval.decoders import decode
-from heads.backbones import load_backbone
-from heads.backbones.lumina_mgpt import LuminaBackbone, image_codes
-from heads.check import check
-from heads.mtp import HeadsConfig, MTPHeads, new_heads
-from heads.tokenizers import load_tokenizer
+from draftgrid.eval.decoders import decode
+from draftgrid.heads.backbones import load_backbone
+from draftgrid.heads.backbones.lumina_mgpt import LuminaBackbone, image_codes
+from draftgrid.heads.check import check
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.mtp import MTPHeads, new_heads
+from draftgrid.heads.tokenizers import load_tokenizer
 from tests.published import save
 from tests.published_lumina import code_name, vocabulary, write_lumina, write_lumina_config, write_vqgan
 from tests.test_every_decoder import CASES, EXACT, arguments
@@ -356,7 +357,7 @@ RECIPES = ["lumina_ssd", "lumina_chain", "lumina_mtp1d"]
 class TestPlan:
     def test_at_full_size_the_weights_are_as_many_as_published(self, tmp_path: Path) -> None:
         """7.01 B (huggingface.co, Lumina-mGPT-7B-768-Omni); 9.98 + 4.05 GB of bf16 (its list of files)."""
-        from recipes.plan import load_subject
+        from draftgrid.recipes.plan.subject import load_subject
 
         subject = load_subject(composed("recipe=lumina_ssd", f"backbone.checkpoint={write_lumina_config(tmp_path)}"))
         held = {n: p.numel() for n, p in subject.backbone.model.named_parameters()}
@@ -370,15 +371,15 @@ class TestPlan:
 
     @pytest.mark.parametrize("recipe", RECIPES)
     def test_the_recipe_plans_the_tiny_checkpoint(self, folder: Path, recipe: str) -> None:
-        from recipes.plan import plan
+        from draftgrid.recipes.plan.plan import plan
 
         config = composed(f"recipe={recipe}", "plan=true", f"backbone.checkpoint={folder}", "backbone.grid=[4, 6]")
         text = plan(config)
         assert f"plan of recipe {recipe}" in text and "4 x 6" in text.replace("4x6", "4 x 6")
 
     def test_without_pixels_a_run_that_would_draw_ends_before_it_begins(self, folder: Path, tmp_path: Path) -> None:
-        from heads.run_folder import RunFolder
-        from recipes.build import build
+        from draftgrid.recipes.launch.build import build
+        from draftgrid.training.run_folder import RunFolder
 
         keys = [f"backbone.checkpoint={folder}", "trainer.accelerator=cpu", "trainer.devices=1", "trainer.strategy=ddp"]
         with pytest.raises(
@@ -396,9 +397,9 @@ class TestPlan:
 
 
 def composed(*keys: str):
-    from heads.cli import compose
-    from recipes.schema import RECIPES as FOLDER
-    from recipes.schema import TrainConfig
+    from draftgrid.common.cli import compose
+    from draftgrid.recipes.launch.schema import RECIPES as FOLDER
+    from draftgrid.recipes.launch.schema import TrainConfig
 
     config = compose(TrainConfig, list(keys), FOLDER)
     config.check()

@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from data.encode import SKIPPED, encode
-from data.shards import Manifest, Sample, read_shard
-from data.sources import open_source
-from heads.tokenizers import PatchVQ
+from draftgrid.data.encode import SKIPPED, encode
+from draftgrid.data.shards import Manifest, Sample, read_shard
+from draftgrid.data.sources import open_source
+from draftgrid.heads.tokenizers import PatchVQ
 from tests.data_fixtures import write_pictures
 
 COLOURS = {"K": (0, 0, 0), "W": (255, 255, 255), "R": (255, 0, 0), "G": (0, 255, 0), "B": (0, 0, 255), "o": (128,) * 3}

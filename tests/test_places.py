@@ -12,13 +12,13 @@ import fsspec
 import pytest
 from torch.utils.data import DataLoader
 
-from data import places
-from data.config import StreamConfig
-from data.module import TokenDataModule
-from data.places import Cache, open_shard
-from data.shards import read_manifest
-from data.stream import ShardSet, Split, TokenStream
-from heads.files import sha256
+from draftgrid.common.files import sha256
+from draftgrid.data import places
+from draftgrid.data.config import StreamConfig
+from draftgrid.data.module import TokenDataModule
+from draftgrid.data.places import Cache, open_shard
+from draftgrid.data.shards import read_manifest
+from draftgrid.data.stream import ShardSet, Split, TokenStream
 from tests.data_fixtures import TOKENIZER, all_keys, write_set
 
 

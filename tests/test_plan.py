@@ -17,20 +17,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import train
-from data.stream import Batch
-from heads import ranks
-from heads.backbones import load_backbone
-from heads.cli import compose, main
-from heads.config import HeadsConfig, OptimConfig
-from heads.grid import TokenGrid
-from heads.memory import STRATEGIES, Tensors, held, layout, measured
-from heads.meter import Meter
-from heads.module import HeadsModule, adamw
-from heads.mtp import new_heads
-from recipes.plan import Counted, count, count_step, load_subject, plan, shapes
-from recipes.schema import DEFAULT, RECIPES, TrainConfig
-from recipes.speed import count_decoding, ssd_steps, tokens_per_forward
+from draftgrid import train
+from draftgrid.common.cli import compose, main
+from draftgrid.data.stream import Batch
+from draftgrid.heads.backbones import load_backbone
+from draftgrid.heads.config import HeadsConfig, OptimConfig
+from draftgrid.heads.grid import TokenGrid
+from draftgrid.heads.mtp import new_heads
+from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, TrainConfig
+from draftgrid.recipes.plan.counting import count_step
+from draftgrid.recipes.plan.memory import STRATEGIES, Counted, Tensors, held, layout, measured
+from draftgrid.recipes.plan.meter import Meter
+from draftgrid.recipes.plan.plan import plan
+from draftgrid.recipes.plan.speed import count_decoding, ssd_steps, tokens_per_forward
+from draftgrid.recipes.plan.subject import count, load_subject, shapes
+from draftgrid.training import ranks
+from draftgrid.training.module import HeadsModule, adamw
 from tests.published_emu3 import FULL
 from tests.published_emu3 import write_config as write_emu3_config
 from tests.published_janus import write_config
@@ -104,7 +106,7 @@ class TestParameters:
     def test_picture_tokenizer_is_counted_apart(self) -> None:
         from transformers import Emu3VQVAE, Emu3VQVAEConfig
 
-        from heads.files import read_json
+        from draftgrid.common.files import read_json
 
         alone = Emu3VQVAE(Emu3VQVAEConfig.from_dict(read_json(ASSETS / "config.json")["vq_config"]))
         assert load_subject(composed()).unread == count(alone) > 0
@@ -314,7 +316,7 @@ def test_two_ranks_hold_what_is_foretold() -> None:
 
 class TestDecoding:
     def test_ssd_steps_are_the_decoders(self) -> None:
-        from eval import decode
+        from draftgrid import decode
 
         for grid in ((5, 4), (4, 5), (3, 6)):
             backbone = tiny_emu3(grid)

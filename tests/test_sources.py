@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from data.sources import EmojiSource, FolderSource, Item, open_picture, open_source, read_prompts
+from draftgrid.data.sources import EmojiSource, FolderSource, Item, open_picture, open_source, read_prompts
 from tests.data_fixtures import write_pictures
 
 SPLITS = ("train", "validation", "test")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from data.config import StreamConfig
-from data.module import TokenDataModule
-from data.shards import Manifest, Shard
-from data.stream import ShardSet, Split, TokenStream, cut, picks, share, total
+from draftgrid.data.config import StreamConfig
+from draftgrid.data.module import TokenDataModule
+from draftgrid.data.shards import Manifest, Shard
+from draftgrid.data.stream import ShardSet, Split, TokenStream, cut, picks, share, total
 from tests.data_fixtures import TOKENIZER, all_keys, write_set
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from heads.checkpoint import read_checkpoint, saved_steps, step_file
-from heads.export import export
+from draftgrid.training.checkpoint import read_checkpoint, saved_steps, step_file
+from draftgrid.training.export import export
 from tests import rank_worker
 from tests.conftest import World
 from tests.rank_worker import HALF, HALVES, STEPS, STRATEGIES

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from data.config import StreamConfig
-from data.module import TokenDataModule
-from data.shards import Manifest, Sample, write_shard
-from data.stream import Batch, FiniteStream, ShardSet, Split, TokenStream
-from heads.prompts import Unconditional
+from draftgrid.data.config import StreamConfig
+from draftgrid.data.module import TokenDataModule
+from draftgrid.data.shards import Manifest, Sample, write_shard
+from draftgrid.data.stream import Batch, FiniteStream, ShardSet, Split, TokenStream
+from draftgrid.heads.prompts import Unconditional
 from tests.data_fixtures import TOKENIZER, all_keys, sample, write_set
 
 

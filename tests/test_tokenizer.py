@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from heads.tokenizers import PatchVQ, load_tokenizer
+from draftgrid.heads.tokenizers import PatchVQ, load_tokenizer
 from tests.data_fixtures import codes_by_hand, tiny_tokenizer
 
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import train
-from heads.backbones import load_backbone
-from heads.checkpoint import pick_checkpoint, read_checkpoint, saved_steps
-from heads.cli import compose
-from heads.mtp import MTPHeads
-from recipes.schema import DEFAULT, RECIPES, TrainConfig
+from draftgrid import train
+from draftgrid.common.cli import compose
+from draftgrid.heads.backbones import load_backbone
+from draftgrid.heads.mtp import MTPHeads
+from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, TrainConfig
+from draftgrid.training.checkpoint import pick_checkpoint, read_checkpoint, saved_steps
 from tests.conftest import World
 
 ROOT = Path(__file__).parent.parent
@@ -86,7 +86,7 @@ class TestFinishedRun:
         assert len(values) == 2 and values[1] < values[0]
 
     def test_exported_offsets_are_the_heads_that_learned(self, finished: Path, world: World) -> None:
-        from heads.mtp import HeadsConfig, new_heads
+        from draftgrid.heads.mtp import HeadsConfig, new_heads
 
         heads = MTPHeads.from_pretrained(finished / "heads", load_backbone(world.backbone))
         start = new_heads(HeadsConfig(right=2, down=2), load_backbone(world.backbone)).state_dict()
@@ -121,7 +121,7 @@ def test_frozen_backbone_is_in_eval_mode_and_out_of_the_optimizer_throughout(
     world: World, tmp_path: Path, monkeypatch
 ) -> None:
     """Dropout .5 in the backbone: any train() mode would show in its states."""
-    from heads.module import HeadsModule
+    from draftgrid.training.module import HeadsModule
 
     modes: list[bool] = []
     groups: list[int] = []
@@ -353,8 +353,8 @@ def test_validation_figures_equal_a_computation_by_hand(world: World, tmp_path: 
     """Two pictures of the validation set, every figure written out with loops."""
     import numpy as np
 
-    from data.shards import read_manifest, read_shard
-    from heads.objective import count_table
+    from draftgrid.data.shards import read_manifest, read_shard
+    from draftgrid.heads.distributions import count_table
 
     keys = {"data.validation_samples": 2, "data.batch_size": 2, "decoding.guidance": 1}
     keys |= {"heads.down": 1, "heads.right": 1}
@@ -448,14 +448,14 @@ class TestBadInput:
         assert not (tmp_path / "run").exists()
 
     def test_shards_of_another_tokenizer(self, world: World, tmp_path: Path) -> None:
-        from heads.tokenizers import PatchVQ
+        from draftgrid.heads.tokenizers import PatchVQ
 
         PatchVQ(torch.rand(24, 48), 4, 16).save_pretrained(tmp_path / "vq")
         with pytest.raises(ValueError, match=r"was encoded by tokenizer .* but this run uses"):
             fit(world.overrides(tmp_path / "run", **{"backbone.tokenizer": tmp_path / "vq"}))
 
     def test_a_tokenizer_of_another_size(self, world: World, tmp_path: Path) -> None:
-        from heads.tokenizers import PatchVQ
+        from draftgrid.heads.tokenizers import PatchVQ
 
         PatchVQ(torch.rand(25, 48), 4, 16).save_pretrained(tmp_path / "vq")
         with pytest.raises(ValueError, match="the tokenizer has 25 codes, the backbone 24"):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from data.shards import read_manifest
-from heads.checkpoint import pick_checkpoint, read_checkpoint
+from draftgrid.data.shards import read_manifest
+from draftgrid.training.checkpoint import pick_checkpoint, read_checkpoint
 from tests.conftest import World
 from tests.test_train import fit, last_step, spawn, wait_for_step
 

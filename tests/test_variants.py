@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.stream import Batch
-from eval.decoders import Sampling, decode, make_policy
-from heads.config import HeadsConfig, LossConfig, OptimConfig
-from heads.grid import Offset
-from heads.module import HeadsModule
-from heads.mtp import MTPHeads, OffsetHeads, TrainedOn, new_heads
+from draftgrid.data.stream import Batch
+from draftgrid.eval.decoders import Sampling, decode, make_policy
+from draftgrid.heads.config import HeadsConfig, LossConfig, OptimConfig
+from draftgrid.heads.grid import Offset
+from draftgrid.heads.mtp import MTPHeads, TrainedOn, new_heads
+from draftgrid.heads.offsets import OffsetHeads
+from draftgrid.training.module import HeadsModule
 from tests.tiny import CAPTIONS, TableBackbone, enumerate_law, random_chain_heads, tiny_emu3, total_variation
 
 OFFSETS = {"right": 2, "down": 1}

@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.decoders import Policy, Sampling
-from eval.decoders.coupled import CoupledSSD
-from eval.decoders.engine import run
-from eval.decoders.randomness import Where
-from heads.backbones.base import Backbone
-from heads.backbones.emu3 import Emu3Backbone
-from heads.backbones.emu3_new import Emu3Size, new_emu3
-from heads.grid import Offset, TokenGrid
-from heads.mtp import HeadsConfig, MTPHeads, OffsetHeads, TrainedOn, new_heads
+from draftgrid.eval.decoders import Policy, Sampling
+from draftgrid.eval.decoders.coupled import CoupledSSD
+from draftgrid.eval.decoders.engine import run
+from draftgrid.eval.decoders.randomness import Where
+from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.backbones.emu3 import Emu3Backbone
+from draftgrid.heads.backbones.emu3_new import Emu3Size, new_emu3
+from draftgrid.heads.config import HeadsConfig
+from draftgrid.heads.grid import Offset, TokenGrid
+from draftgrid.heads.mtp import MTPHeads, TrainedOn, new_heads
+from draftgrid.heads.offsets import OffsetHeads
 
 CAPTIONS = ["a red apple", "big dog, looking left", "blue"]
 Law = dict[tuple[int, ...], float]

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from data.sources.base import FITS, NO_CAPTION, Item, Source, open_picture, pixels
-from data.sources.emoji import EmojiSource
-from data.sources.folder import FolderSource
-from data.sources.hub import HubSource
-from data.sources.tars import TarSource
-from heads.files import read_json
+from draftgrid.common.files import read_json
+from draftgrid.data.sources.base import FITS, NO_CAPTION, Item, Source, open_picture, pixels
+from draftgrid.data.sources.emoji import EmojiSource
+from draftgrid.data.sources.folder import FolderSource
+from draftgrid.data.sources.hub import HubSource
+from draftgrid.data.sources.tars import TarSource
 
 __all__ = [
     "FITS",

@@ -19,7 +19,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from data import SPLITS
+from draftgrid.data import SPLITS
 
 NO_CAPTION = "no caption"
 FITS = ("crop", "pad")

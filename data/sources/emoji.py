@@ -4,7 +4,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from data.sources.base import Item, ListedSource, check_split
+from draftgrid.data.sources.base import Item, ListedSource, check_split
 
 
 class EmojiSource(ListedSource):

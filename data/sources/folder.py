@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.sources.base import Item, ListedSource, by_hash, caption_of, check_split, short_key
+from draftgrid.data.sources.base import Item, ListedSource, by_hash, caption_of, check_split, short_key
 
 
 class FolderSource(ListedSource):

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.sources.base import CAPTIONS, Item, Source
+from draftgrid.data.sources.base import CAPTIONS, Item, Source
 
 
 class HubSource(Source):

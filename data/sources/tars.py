@@ -9,8 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO
 
-from data.shards import members
-from data.sources.base import CAPTIONS, Item, ListedSource, by_hash, caption_of, check_split, short_key
+from draftgrid.data.shards import members
+from draftgrid.data.sources.base import CAPTIONS, Item, ListedSource, by_hash, caption_of, check_split, short_key
 
 
 class TarSource(ListedSource):

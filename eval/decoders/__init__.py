@@ -4,19 +4,19 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from eval.decoders.ar import AR
-from eval.decoders.chain import Chain
-from eval.decoders.coupled import CoupledSSD
-from eval.decoders.engine import DecodeResult, Policy, RowCallback, Stats, run
-from eval.decoders.jacobi import SCD, SJD, GumbelFixedPoint
-from eval.decoders.kernels import Sampling
-from eval.decoders.randomness import RandomSource, SeededSource
-from eval.decoders.relaxed import GSD, Lantern
-from eval.decoders.ssd import SSD
-from heads.backbones.base import Backbone
-from heads.cli import nearest
-from heads.mtp import MTPHeads
-from heads.tokenizers import ImageTokenizer
+from draftgrid.common.cli import nearest
+from draftgrid.eval.decoders.ar import AR
+from draftgrid.eval.decoders.chain import Chain
+from draftgrid.eval.decoders.coupled import CoupledSSD
+from draftgrid.eval.decoders.engine import DecodeResult, Policy, RowCallback, Stats, run
+from draftgrid.eval.decoders.jacobi import SCD, SJD, GumbelFixedPoint
+from draftgrid.eval.decoders.kernels import Sampling
+from draftgrid.eval.decoders.randomness import RandomSource, SeededSource
+from draftgrid.eval.decoders.relaxed import GSD, Lantern
+from draftgrid.eval.decoders.ssd import SSD
+from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.mtp import MTPHeads
+from draftgrid.heads.tokenizers import ImageTokenizer
 
 __all__ = [
     "DECODERS",

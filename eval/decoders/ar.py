@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from eval.decoders.engine import Canvas, Policy
+from draftgrid.eval.decoders.engine import Canvas, Policy
 
 
 class AR(Policy):

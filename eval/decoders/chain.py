@@ -6,10 +6,10 @@ The baseline SSD is compared with, in its strict form: plain speculative samplin
 import torch
 from torch import Tensor
 
-from eval.decoders.engine import Canvas
-from eval.decoders.jacobi import SJD
-from eval.decoders.settings import whole
-from heads.mtp import OffsetHeads
+from draftgrid.common.settings import whole
+from draftgrid.eval.decoders.engine import Canvas
+from draftgrid.eval.decoders.jacobi import SJD
+from draftgrid.heads.offsets import OffsetHeads
 
 
 class Chain(SJD):

@@ -9,14 +9,14 @@ looks only to the left; positions that are committed always go by p itself.
 import torch
 from torch import Tensor
 
-from eval.decoders.drafters import ChainDrafter, Drafter, OffsetDrafter
-from eval.decoders.engine import Canvas, in_step
-from eval.decoders.jacobi import COUPLINGS, SJD, gumbel_noise
-from eval.decoders.kernels import gumbel_argmax, keep, redraw
-from eval.decoders.randomness import Where
-from eval.decoders.settings import number, one_of, whole
-from heads.chain import ChainHeads
-from heads.mtp import OffsetHeads
+from draftgrid.common.settings import number, one_of, whole
+from draftgrid.eval.decoders.drafters import ChainDrafter, Drafter, OffsetDrafter
+from draftgrid.eval.decoders.engine import Canvas, in_step
+from draftgrid.eval.decoders.jacobi import COUPLINGS, SJD, gumbel_noise
+from draftgrid.eval.decoders.kernels import gumbel_argmax, keep, redraw
+from draftgrid.eval.decoders.randomness import Where
+from draftgrid.heads.chain import ChainHeads
+from draftgrid.heads.offsets import OffsetHeads
 
 
 class CoupledSSD(SJD):

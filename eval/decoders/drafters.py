@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eval.decoders.engine import Canvas, Sliding, in_step
-from heads.chain import ChainHeads
-from heads.grid import Offset
-from heads.mtp import OffsetHeads
-from heads.objective import at_least_fp32
+from draftgrid.eval.decoders.engine import Canvas, Sliding, in_step
+from draftgrid.heads.chain import ChainHeads
+from draftgrid.heads.chain_tables import chain_tables
+from draftgrid.heads.distributions import at_least_fp32
+from draftgrid.heads.grid import Offset
+from draftgrid.heads.offsets import OffsetHeads
 
 
 class Drafter(ABC):
@@ -45,7 +46,7 @@ class ChainDrafter(Drafter):
     serial = True
 
     def __init__(self, canvas: Canvas, heads: ChainHeads) -> None:
-        self.canvas, self.heads, self.tables = canvas, heads, heads.tables(canvas.backbone)
+        self.canvas, self.heads, self.tables = canvas, heads, chain_tables(heads, canvas.backbone)
         grid = canvas.grid
         self.reach = grid.width
         self.settled = grid.width - max(x for _, x in heads.above)

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.decoders.kernels import Sampling
-from eval.decoders.randomness import RandomSource, SeededSource, Where
-from heads.backbones.base import Backbone, DecodeState
-from heads.grid import Offset, TokenGrid
-from heads.mtp import MTPHeads
-from heads.timing import settle
-from heads.tokenizers import ImageTokenizer
+from draftgrid.common.timing import settle
+from draftgrid.eval.decoders.kernels import Sampling
+from draftgrid.eval.decoders.randomness import RandomSource, SeededSource, Where
+from draftgrid.heads.backbones.base import Backbone, DecodeState
+from draftgrid.heads.grid import Offset, TokenGrid
+from draftgrid.heads.mtp import MTPHeads
+from draftgrid.heads.tokenizers import ImageTokenizer
 
 RowCallback = Callable[[int, Tensor], None]
 """Called with (rows finished in every sample, tokens (B, H, W)); cells not yet drawn hold drafts or 0."""

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eval.decoders.engine import Canvas, Policy, Sliding, in_step
-from eval.decoders.kernels import gumbel_argmax, keep, redraw
-from eval.decoders.settings import one_of, whole
-from heads.objective import at_least_fp32
+from draftgrid.common.settings import one_of, whole
+from draftgrid.eval.decoders.engine import Canvas, Policy, Sliding, in_step
+from draftgrid.eval.decoders.kernels import gumbel_argmax, keep, redraw
+from draftgrid.heads.distributions import at_least_fp32
 
 BIRTHS = ("uniform", "onehot", "left", "above")
 COUPLINGS = ("maximal", "gumbel")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.decoders.randomness import SMALL, RandomSource, Where, block_size
-from heads.objective import probabilities
+from draftgrid.eval.decoders.randomness import SMALL, RandomSource, Where, block_size
+from draftgrid.heads.distributions import probabilities
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ the probability of its neighbours in the codebook. Both take the residual relu(p
 import torch
 from torch import Tensor
 
-from eval.decoders.engine import Canvas
-from eval.decoders.jacobi import SJD
-from eval.decoders.settings import number, whole
+from draftgrid.common.settings import number, whole
+from draftgrid.eval.decoders.engine import Canvas
+from draftgrid.eval.decoders.jacobi import SJD
 
 
 class GSD(SJD):

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.decoders.engine import Canvas, Policy
-from eval.decoders.kernels import transport
-from eval.decoders.settings import whole
-from heads.grid import Offset, offset_name
-from heads.mtp import OffsetHeads
+from draftgrid.common.settings import whole
+from draftgrid.eval.decoders.engine import Canvas, Policy
+from draftgrid.eval.decoders.kernels import transport
+from draftgrid.heads.grid import Offset, offset_name
+from draftgrid.heads.offsets import OffsetHeads
 
 Run = tuple[Offset, int, int]
 """(offset, from, to): positions drafted by one head."""

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.decoders.kernels import Sampling
-from heads.backbones.base import Backbone
-from heads.objective import entropy
-from heads.prompts import twins
+from draftgrid.eval.decoders.kernels import Sampling
+from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.distributions import entropy
+from draftgrid.heads.prompts import twins
 
 
 @torch.inference_mode()

@@ -16,10 +16,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from heads.backbones.cache import RaggedCache
-from heads.backbones.graphs import Recorded
-from heads.grid import TokenGrid
-from heads.prompts import Prompt, twins
+from draftgrid.heads.backbones.cache import RaggedCache
+from draftgrid.heads.backbones.graphs import Recorded
+from draftgrid.heads.backbones.registry import family_of
+from draftgrid.heads.grid import TokenGrid
+from draftgrid.heads.prompts import Prompt, twins
 
 CARD = "draftgrid.json"
 """A file beside the weights that names the adapter, the grid and the unconditional prompt of a checkpoint."""
@@ -340,9 +341,7 @@ class Backbone(nn.Module, ABC):
         name, ... Raises ValueError for a model of no known family.
         """
         if inspect.isabstract(cls):
-            from heads.backbones.loading import family_of
-
-            return family_of(model).from_model(model, processor, **settings)  # type: ignore[return-value]
+            return family_of(model).from_model(model, processor, **settings)
         backbone = cls(model, processor, **settings)  # type: ignore[call-arg]
         backbone.freeze()
         return backbone

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.backbones.base import CARD
-from heads.backbones.transformer import VocabularyBackbone
-from heads.files import write_json
-from heads.grid import TokenGrid
-from heads.weights import load_model
+from draftgrid.common.files import write_json
+from draftgrid.heads.backbones.base import CARD
+from draftgrid.heads.backbones.transformer import VocabularyBackbone
+from draftgrid.heads.grid import TokenGrid
+from draftgrid.heads.weights import load_model
 
 NEGATIVE_PROMPT = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import torch
 
-from heads.backbones.emu3 import ROW_END, Emu3Backbone
-from heads.config import Emu3Size
+from draftgrid.heads.backbones.emu3 import ROW_END, Emu3Backbone
+from draftgrid.heads.config import Emu3Size
 
 SPECIAL = {
     "bos_token": "<bos>",

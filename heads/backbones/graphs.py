@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.backbones.cache import RaggedCache
+from draftgrid.heads.backbones.cache import RaggedCache
 
 Step = Callable[[Tensor, Tensor, Tensor | None, RaggedCache], Tensor]
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]

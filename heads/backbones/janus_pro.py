@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.backbones.transformer import TransformerBackbone
-from heads.files import read_json
-from heads.grid import TokenGrid
-from heads.prompts import Prompt, Unconditional
-from heads.weights import load_model
+from draftgrid.common.files import read_json
+from draftgrid.heads.backbones.transformer import TransformerBackbone
+from draftgrid.heads.grid import TokenGrid
+from draftgrid.heads.prompts import Prompt, Unconditional
+from draftgrid.heads.weights import load_model
 
 UNUSED = ("lm_head", "model.vision_model", "model.aligner", "model.vqmodel")
 """What drawing never reads: the text's LM head, the tower that looks at pictures, and the picture tokenizer."""

@@ -1,22 +1,15 @@
 """Loading a backbone: from a folder, from the hub, or the demo's; which adapter it takes; or one already in memory."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from heads.backbones.base import CARD, Backbone
-from heads.files import read_json
-from heads.weights import HUB_ID, fetch
+from draftgrid.common.files import read_json
+from draftgrid.heads.backbones.base import CARD, Backbone
+from draftgrid.heads.backbones.registry import FAMILIES, family
+from draftgrid.heads.weights import HUB_ID, fetch
 
-ADAPTERS = {
-    "emu3": "heads.backbones.emu3:Emu3Backbone",
-    "janus_pro": "heads.backbones.janus_pro:JanusProBackbone",
-    "lumina_mgpt": "heads.backbones.lumina_mgpt:LuminaBackbone",
-}
-FAMILIES = {"emu3": "emu3", "janus": "janus_pro", "multi_modality": "janus_pro", "chameleon": "lumina_mgpt"}
-"""Adapter by config.json's model_type: published checkpoints have no card. multi_modality is DeepSeek's own layout."""
 ASSETS = Path(__file__).parent.parent / "assets"
 
 
@@ -56,23 +49,6 @@ def read_card(folder: Path) -> dict[str, Any]:
         return read_json(folder / CARD)
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     return {"adapter": FAMILIES[config["model_type"]]} if config.get("model_type") in FAMILIES else {}
-
-
-def family(adapter: str | None, where: str) -> type[Backbone]:
-    """The class of an adapter. Raises ValueError for an unknown one; `where` is what would have named it."""
-    if adapter not in ADAPTERS:
-        why = f"{where} says of no family" if adapter is None else f"adapter is {adapter!r}"
-        raise ValueError(f"backbone: {why}; set adapter to one of {', '.join(ADAPTERS)}")
-    module, _, name = ADAPTERS[adapter].partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def family_of(model: Any) -> type[Backbone]:
-    """The adapter of a Hugging Face model, by its config. Raises ValueError for a model of no known family."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in FAMILIES:
-        raise ValueError(f"{type(model).__name__}: config.model_type is {kind!r}; known: {', '.join(FAMILIES)}")
-    return family(FAMILIES[kind], type(model).__name__)
 
 
 def load_backbone(

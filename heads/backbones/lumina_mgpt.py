@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.backbones.base import CARD
-from heads.backbones.transformer import VocabularyBackbone
-from heads.files import read_json, write_json
-from heads.grid import TokenGrid
-from heads.weights import load_model, read_tensors
+from draftgrid.common.files import read_json, write_json
+from draftgrid.heads.backbones.base import CARD
+from draftgrid.heads.backbones.transformer import VocabularyBackbone
+from draftgrid.heads.grid import TokenGrid
+from draftgrid.heads.weights import load_model, read_tensors
 
 PIXELS = 16
 """Side of the square of pixels a code stands for."""

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.backbones.base import Backbone
-from heads.backbones.loading import family
-from heads.backbones.published import CONFIGS, meta_model
+from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.backbones.published import CONFIGS, meta_model
+from draftgrid.heads.backbones.registry import family
 
 PROMPT, UNCONDITIONAL = 64, 48
 """Tokens of a random prompt and of its unconditional twin, which differ in length as those of real ones do."""

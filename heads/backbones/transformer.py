@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import CacheLayerMixin
 
-from heads.backbones.attention import share_groups
-from heads.backbones.base import Backbone, ImageHead
-from heads.backbones.cache import RaggedCache
+from draftgrid.heads.backbones.attention import share_groups
+from draftgrid.heads.backbones.base import Backbone, ImageHead
+from draftgrid.heads.backbones.cache import RaggedCache
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Attention of a decoding step. cuDNN's, torch's first choice on newer GPUs, makes a plan for every length of the cache

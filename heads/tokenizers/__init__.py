@@ -1,9 +1,10 @@
 """Image tokenizers: pictures <-> grids of codes, loaded without any language model."""
 
-from heads.tokenizers.base import ImageTokenizer, load_tokenizer
-from heads.tokenizers.chameleon import ChameleonVQ
-from heads.tokenizers.emu3 import Emu3VQ
-from heads.tokenizers.janus import JanusVQ
-from heads.tokenizers.patch_vq import PatchVQ
+from draftgrid.heads.tokenizers.base import ImageTokenizer
+from draftgrid.heads.tokenizers.chameleon import ChameleonVQ
+from draftgrid.heads.tokenizers.emu3 import Emu3VQ
+from draftgrid.heads.tokenizers.janus import JanusVQ
+from draftgrid.heads.tokenizers.loading import load_tokenizer
+from draftgrid.heads.tokenizers.patch_vq import PatchVQ
 
 __all__ = ["ChameleonVQ", "Emu3VQ", "ImageTokenizer", "JanusVQ", "PatchVQ", "load_tokenizer"]

@@ -13,10 +13,17 @@ import torch
 import yaml
 from torch import Tensor
 
-from heads.files import atomic, read_json, write_json
-from heads.tokenizers.learned import PREFIX, LearnedTokenizer, fill, normalisation, picture_side, tokenizer_weights
-from heads.tokenizers.patch_vq import nearest
-from heads.tokenizers.vqgan import VQGAN, Sizes, new_vqgan
+from draftgrid.common.files import atomic, read_json, write_json
+from draftgrid.heads.tokenizers.learned import (
+    PREFIX,
+    LearnedTokenizer,
+    fill,
+    normalisation,
+    picture_side,
+    tokenizer_weights,
+)
+from draftgrid.heads.tokenizers.patch_vq import nearest
+from draftgrid.heads.tokenizers.vqgan import VQGAN, Sizes, new_vqgan
 
 CHECKPOINT, YAML = "vqgan.ckpt", "vqgan.yaml"
 ADVICE = (

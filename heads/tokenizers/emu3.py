@@ -9,8 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.files import read_json
-from heads.tokenizers.learned import PREFIX, LearnedTokenizer, fill, normalisation, picture_side, tokenizer_weights
+from draftgrid.common.files import read_json
+from draftgrid.heads.tokenizers.learned import (
+    PREFIX,
+    LearnedTokenizer,
+    fill,
+    normalisation,
+    picture_side,
+    tokenizer_weights,
+)
 
 SIDE = 720
 """Pixels of Emu3's own pictures, 90 x 90 codes of 8 x 8 pixels."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.files import read_json
-from heads.tokenizers.learned import PREFIX, LearnedTokenizer, fill, normalisation, tokenizer_weights
-from heads.tokenizers.patch_vq import nearest
+from draftgrid.common.files import read_json
+from draftgrid.heads.tokenizers.learned import PREFIX, LearnedTokenizer, fill, normalisation, tokenizer_weights
+from draftgrid.heads.tokenizers.patch_vq import nearest
 
 SIDE = 384
 """Pixels of Janus-Pro's own pictures, 24 x 24 codes of 16 x 16 pixels."""

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.files import read_json, write_json
-from heads.tokenizers.base import ImageTokenizer
-from heads.weights import read_tensors
+from draftgrid.common.files import read_json, write_json
+from draftgrid.heads.tokenizers.base import ImageTokenizer
+from draftgrid.heads.weights import read_tensors
 
 PREFIX = "vqmodel."
 """In the names of a tokenizer's weights inside a language model's checkpoint."""

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
 
-from heads.files import atomic, read_json, write_json
-from heads.tokenizers.base import ImageTokenizer
+from draftgrid.common.files import atomic, read_json, write_json
+from draftgrid.heads.tokenizers.base import ImageTokenizer
 
 
 class PatchVQ(ImageTokenizer):

@@ -47,7 +47,8 @@ def launch(devices: int, nodes: int) -> None:
             f"trainer.num_nodes is {nodes}; start torchrun --nnodes={nodes} on each node, as the README shows"
         )
     if devices > 1:
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}", *sys.argv]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}"]
+        command = [*torchrun, "-m", "draftgrid.train", *sys.argv[1:]]
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *command])
 

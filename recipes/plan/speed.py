@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from heads.backbones.base import Backbone
-from heads.grid import TokenGrid
-from heads.meter import Meter, fakes, make_fake
-from heads.mtp import MTPHeads
-from recipes.schema import AssumeConfig
+from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.grid import TokenGrid
+from draftgrid.heads.mtp import MTPHeads
+from draftgrid.recipes.launch.schema import AssumeConfig
+from draftgrid.recipes.plan.meter import Meter, fakes, make_fake
 
 
 @dataclass(frozen=True)

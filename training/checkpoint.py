@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from heads.files import atomic
+from draftgrid.common.files import atomic
 
 FORMAT = 1
 BEST = "best.ckpt"

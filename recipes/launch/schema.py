@@ -4,13 +4,13 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.config import StreamConfig
-from eval.config import DecodingConfig, EvaluateConfig
-from heads.cli import key
-from heads.config import Emu3Size, HeadsConfig, LossConfig, OptimConfig
-from heads.ranks import STRATEGIES
+from draftgrid.common.cli import key
+from draftgrid.data.config import StreamConfig
+from draftgrid.eval.config import DecodingConfig, EvaluateConfig
+from draftgrid.heads.config import Emu3Size, HeadsConfig, LossConfig, OptimConfig
+from draftgrid.training.ranks import STRATEGIES
 
-RECIPES = Path(__file__).parent
+RECIPES = Path(__file__).parent.parent
 DEFAULT = "emoji_chain"
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from heads import ranks
+from draftgrid.training import ranks
 
 STRATEGIES = ranks.STRATEGIES[1:]
 Shape = tuple[int, ...]
@@ -181,3 +181,47 @@ def _local(tensor: Tensor) -> Tensor:
 def _bytes(tensors: Iterable[Tensor]) -> int:
     storages = [_local(t).untyped_storage() for t in tensors]
     return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One batch on one GPU: bytes and FLOPs."""
+
+    frozen_peak: int
+    """Most bytes alive during the frozen forward."""
+    states: int
+    """Bytes of h and e, kept to the end of the step."""
+    saved: int
+    """What the forward keeps for the backward: the heads' activations, and a gradient to each prediction."""
+    loss: int
+    """What loss and backward need beyond that for a while, logits above all."""
+    frozen_flops: int
+    heads_flops: int
+    """Forward and backward of the heads alone."""
+    loss_flops: int
+    """The LM head's in the terms of the loss, and what is computed again."""
+
+    @property
+    def flops(self) -> int:
+        return self.frozen_flops + self.heads_flops + self.loss_flops
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on a GPU. A step's peak is what is held and the largest of its three phases."""
+
+    held: Held
+    frozen: int
+    heads: int
+    loss: int
+    optimizer: int
+    """A copy of the second moments that AdamW makes while it steps."""
+
+    @property
+    def total(self) -> int:
+        return self.held.total + max(self.frozen, self.heads + self.loss, self.optimizer)
+
+
+def memory(tensors: Tensors, counted: Counted, strategy: str, precision: str, gpus: int) -> Memory:
+    kept = held(tensors, strategy, precision, gpus)
+    return Memory(kept, counted.frozen_peak, counted.states + counted.saved, counted.loss, kept.moments // 2)

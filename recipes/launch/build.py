@@ -11,23 +11,23 @@ import lightning as L
 import torch
 import yaml
 
-from data.encode import encode
-from data.module import TokenDataModule
-from data.places import is_url
-from data.shards import MANIFEST
-from data.sources import open_picture, open_source, pixels, read_prompts
-from heads import ranks
-from heads.backbones import Backbone, load_backbone
-from heads.checkpoint import BEST, read_checkpoint
-from heads.module import BackboneModule, HeadsModule
-from heads.mtp import new_heads
-from heads.objective import count_table
-from heads.ranks import rank_zero, wait_for
-from heads.run_folder import RunFolder
-from heads.strategy import choose_devices, choose_precision
-from heads.tokenizers import ImageTokenizer, PatchVQ, load_tokenizer
-from recipes.schema import TrainConfig
-from recipes.trainer import StepTimer, callbacks, make_trainer, quiet
+from draftgrid.data.encode import encode
+from draftgrid.data.module import TokenDataModule
+from draftgrid.data.places import is_url
+from draftgrid.data.shards import MANIFEST
+from draftgrid.data.sources import open_picture, open_source, pixels, read_prompts
+from draftgrid.heads.backbones import Backbone, load_backbone
+from draftgrid.heads.distributions import count_table
+from draftgrid.heads.mtp import new_heads
+from draftgrid.heads.tokenizers import ImageTokenizer, PatchVQ, load_tokenizer
+from draftgrid.recipes.launch.schema import TrainConfig
+from draftgrid.recipes.launch.trainer import StepTimer, callbacks, make_trainer, quiet
+from draftgrid.training import ranks
+from draftgrid.training.checkpoint import BEST, read_checkpoint
+from draftgrid.training.module import BackboneModule, HeadsModule
+from draftgrid.training.ranks import rank_zero, wait_for
+from draftgrid.training.run_folder import RunFolder
+from draftgrid.training.strategy import choose_devices, choose_precision
 
 HOW = (
     "resume",
@@ -176,7 +176,7 @@ def make_backbone(config: TrainConfig, tokenizer: ImageTokenizer, accelerator: s
             dtype=torch.bfloat16 if half else torch.float32,
             local_files_only=b.local_files_only,
         )
-    from heads.backbones.emu3_new import new_emu3
+    from draftgrid.heads.backbones.emu3_new import new_emu3
 
     source = open_source(config.data.source)
     captions = [i.caption for i in source.take("train", range(source.count("train")))]
@@ -225,8 +225,8 @@ def build_heads(
         broken, skipped = (sum(ranks.gather(n)) for n in (module.broken, module.skipped))
         if not trainer.is_global_zero:
             return
-        from heads.export import export
-        from recipes.finish import figures, sheet
+        from draftgrid.recipes.launch.finish import figures, sheet
+        from draftgrid.training.export import export
 
         metrics = figures(module, data, timer.median(), config)
         metrics |= {"broken_samples": broken, "skipped_samples": skipped}
@@ -238,7 +238,7 @@ def build_heads(
         metrics["seconds"]["total"] = timer.total()
         folder.finish(metrics)
         if broken:
-            print(f"warning: {broken} broken samples were skipped; python -m data.verify dir=... names them")
+            print(f"warning: {broken} broken samples were skipped; draftgrid verify dir=... names them")
         if skipped:
             print(f"warning: {skipped} samples gave no finite states or loss and were skipped")
         print(how_to(config, folder, out))

@@ -4,21 +4,17 @@
 run as finished.
 """
 
-import importlib.metadata
-import os
-import platform
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from heads.checkpoint import saved_steps
-from heads.files import read_json, write_json, write_text
+from draftgrid.common.environment import environment
+from draftgrid.common.files import read_json, write_json, write_text
+from draftgrid.training.checkpoint import saved_steps
 
 MADE = ("metrics.json", "checkpoints", "heads", "backbone", "image_tokenizer")
 """What a run leaves once it has begun; a folder with none of them was claimed by a start that failed."""
-PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors", "draftgrid")
 
 
 class RunFolder:
@@ -75,39 +71,6 @@ class RunFolder:
         """The newest checkpoint; None before the first."""
         found = saved_steps(self.checkpoints)
         return found[-1] if found else None
-
-
-def environment() -> dict[str, Any]:
-    """Versions, machine and git revision, for run.json and bench.json."""
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return {"versions": versions, "machine": machine(), "revision": revision()}
-
-
-def revision() -> str | None:
-    """The git revision of this code; None outside a checkout or without git."""
-    if not shutil.which("git"):
-        return None
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return head.stdout.strip() or None
-
-
-def machine() -> str:
-    """'2 cores of Intel Xeon ..., Linux' (and the GPU, if there is one)."""
-    import torch
-
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        models = [line.split(":", 1)[1].strip() for line in lines]
-        name = models[0] if models else name
-    text = f"{os.cpu_count()} cores of {name}, {platform.system()}, Python {platform.python_version()}"
-    return text + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "")
 
 
 def _difference(theirs: str, mine: str) -> str:

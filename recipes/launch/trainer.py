@@ -10,12 +10,12 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from heads import ranks
-from heads.run_folder import RunFolder
-from heads.saving import Saver, ValidateLast
-from heads.strategy import choose_precision, choose_strategy
-from heads.tokenizers import ImageTokenizer
-from recipes.schema import TrainConfig
+from draftgrid.heads.tokenizers import ImageTokenizer
+from draftgrid.recipes.launch.schema import TrainConfig
+from draftgrid.training import ranks
+from draftgrid.training.run_folder import RunFolder
+from draftgrid.training.saving import Saver, ValidateLast
+from draftgrid.training.strategy import choose_precision, choose_strategy
 
 
 def quiet() -> None:
@@ -73,7 +73,7 @@ def callbacks(config: TrainConfig, folder: RunFolder, tokenizer: ImageTokenizer,
     t = config.trainer
     found: list[Callback] = [ValidateLast(), Saver(folder, t.save_every, t.keep, t.max_hours, begun)]
     if config.task == "heads" and config.evaluate.eval_every:
-        from eval.callback import Preview
+        from draftgrid.eval.callback import Preview
 
         found.append(Preview(config.evaluate, config.decoding, tokenizer, config.seed))
     return found

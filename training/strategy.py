@@ -14,8 +14,8 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 
-from heads import ranks
-from heads.checkpoint import read_checkpoint, write_checkpoint
+from draftgrid.training import ranks
+from draftgrid.training.checkpoint import read_checkpoint, write_checkpoint
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -1,19 +1,20 @@
 """A checkpoint -> exported heads: the folder that `MTPHeads.from_pretrained` loads.
 
-    python -m heads.export checkpoint=runs/emoji_chain out=runs/emoji_chain/best which=best
+    draftgrid export checkpoint=runs/emoji_chain out=runs/emoji_chain/best which=best
 
 One process, no GPU and no backbone, whatever strategy and number of ranks wrote the checkpoint.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from heads.checkpoint import pick_checkpoint, read_checkpoint
-from heads.cli import key, main
-from heads.mtp import MTPHeads
+from draftgrid.common.cli import key, main
+from draftgrid.heads.mtp import MTPHeads
+from draftgrid.training.checkpoint import pick_checkpoint, read_checkpoint
 
 EXPORTED = {"config.json", "model.safetensors", "README.md", "recipe.yaml"}
 
@@ -103,5 +104,7 @@ def run(config: ExportConfig) -> None:
     print(f"{source} -> {out}")
 
 
+command = partial(main, run, ExportConfig, __doc__)
+
 if __name__ == "__main__":
-    main(run, ExportConfig, __doc__)
+    command()

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
-from heads.backbones.base import Backbone
-from heads.chain import ChainHeads
-from heads.config import LossConfig, OptimConfig
-from heads.loss import Objective
-from heads.mtp import MTPHeads
-from heads.objective import acceptance, entropy, probabilities, smooth_l1
-from heads.prompts import twins
+from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.chain import ChainHeads
+from draftgrid.heads.config import LossConfig, OptimConfig
+from draftgrid.heads.distributions import acceptance, entropy, probabilities, smooth_l1
+from draftgrid.heads.mtp import MTPHeads
+from draftgrid.heads.objective import Objective
+from draftgrid.heads.prompts import twins
 
 UNCERTAIN = 0.5
 """Nats: positions whose H(p) is at least this are reported apart; the rest is plain background any guess gets right."""

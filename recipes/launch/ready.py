@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from data.places import is_url
-from data.shards import MANIFEST
-from heads.backbones.loading import find_checkpoint
-from heads.strategy import choose_devices
-from heads.weights import HUB_ID
-from recipes.schema import TrainConfig
+from draftgrid.data.places import is_url
+from draftgrid.data.shards import MANIFEST
+from draftgrid.heads.backbones.loading import find_checkpoint
+from draftgrid.heads.weights import HUB_ID
+from draftgrid.recipes.launch.schema import TrainConfig
+from draftgrid.training.strategy import choose_devices
 
 
 def check_machine(config: TrainConfig) -> None:

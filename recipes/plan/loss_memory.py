@@ -1,24 +1,26 @@
 """How much memory the objective takes at a full vocabulary, above what is held before it; run it once per `chunk`.
 
-    python -m heads.loss_memory chunk=0
-    python -m heads.loss_memory chunk=128
+    draftgrid loss-memory chunk=0
+    draftgrid loss-memory chunk=128
 
 Two heads of random states, both guidance branches, on a random LM head. Prints megabytes and the loss. Peaks of one
 process hide one another, so a process measures once. On a CPU it needs Linux's /proc.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from heads.backbones.base import ImageHead
-from heads.cli import key, main
-from heads.config import HeadsConfig, LossConfig
-from heads.grid import TokenGrid
-from heads.loss import Objective
-from heads.mtp import OffsetHeads, TrainedOn
+from draftgrid.common.cli import key, main
+from draftgrid.heads.backbones.base import ImageHead
+from draftgrid.heads.config import HeadsConfig, LossConfig
+from draftgrid.heads.grid import TokenGrid
+from draftgrid.heads.mtp import TrainedOn
+from draftgrid.heads.objective import Objective
+from draftgrid.heads.offsets import OffsetHeads
 
 
 @dataclass
@@ -94,5 +96,7 @@ def run(config: MemoryConfig) -> None:
     print(f"chunk {config.chunk}: {peak.read() / 1e6:.1f} MB above the level before the loss; loss {loss.item():.7f}")
 
 
+command = partial(main, run, MemoryConfig, __doc__)
+
 if __name__ == "__main__":
-    main(run, MemoryConfig, __doc__)
+    command()

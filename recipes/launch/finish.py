@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from data.module import TokenDataModule
-from heads.module import HeadsModule, adamw
-from heads.run_folder import RunFolder
-from heads.timing import timed
-from recipes.schema import TrainConfig
+from draftgrid.common.timing import timed
+from draftgrid.data.module import TokenDataModule
+from draftgrid.recipes.launch.schema import TrainConfig
+from draftgrid.training.module import HeadsModule, adamw
+from draftgrid.training.run_folder import RunFolder
 
 
 def figures(module: HeadsModule, data: TokenDataModule, per_step: float | None, config: TrainConfig) -> dict[str, Any]:
@@ -69,9 +69,9 @@ def seconds(call: Callable[[], Any], repeats: int, device: torch.device) -> floa
 
 def sheet(heads: Path, config: TrainConfig, folder: RunFolder) -> None:
     """Draw held-out prompts with AR and the decoder of these heads; writes DIR/sheet.png, speed.png and bench.json."""
-    from eval.bench import bench, table
-    from eval.measure import Plan
-    from eval.setup import EvalConfig, load, parse_decoders
+    from draftgrid.eval.bench import bench, table
+    from draftgrid.eval.measure import Plan
+    from draftgrid.eval.setup import EvalConfig, load, parse_decoders
 
     s = config.sheet
     settings = EvalConfig(

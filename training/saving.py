@@ -14,9 +14,9 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from heads import ranks
-from heads.checkpoint import BEST, saved_steps, step_file
-from heads.run_folder import RunFolder
+from draftgrid.training import ranks
+from draftgrid.training.checkpoint import BEST, saved_steps, step_file
+from draftgrid.training.run_folder import RunFolder
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from recipes.plan import Counted, Memory, Subject, count
-from recipes.schema import TrainConfig
-from recipes.speed import Decoding, speeds
+from draftgrid.recipes.launch.schema import TrainConfig
+from draftgrid.recipes.plan.memory import Counted, Memory
+from draftgrid.recipes.plan.speed import Decoding, speeds
+from draftgrid.recipes.plan.subject import Subject, count
 
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 ROWS = {

@@ -1,0 +1,1 @@
+"""What all commands share: the command line, files, devices, clocks and sheets."""

@@ -1,0 +1,44 @@
+"""Versions, machine and git revision: what a run or a measurement says it was made with."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors", "draftgrid")
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine and git revision, for run.json and bench.json."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {"versions": versions, "machine": machine(), "revision": revision()}
+
+
+def revision() -> str | None:
+    """The git revision of this code; None outside a checkout or without git."""
+    if not shutil.which("git"):
+        return None
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return head.stdout.strip() or None
+
+
+def machine() -> str:
+    """'2 cores of Intel Xeon ..., Linux' (and the GPU, if there is one)."""
+    import torch
+
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        models = [line.split(":", 1)[1].strip() for line in lines]
+        name = models[0] if models else name
+    text = f"{os.cpu_count()} cores of {name}, {platform.system()}, Python {platform.python_version()}"
+    return text + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "")

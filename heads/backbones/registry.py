@@ -1,0 +1,29 @@
+"""Which class adapts which model. Classes are named as text and imported when asked for, so adapters can import us."""
+
+import importlib
+from typing import Any
+
+ADAPTERS = {
+    "emu3": "draftgrid.heads.backbones.emu3:Emu3Backbone",
+    "janus_pro": "draftgrid.heads.backbones.janus_pro:JanusProBackbone",
+    "lumina_mgpt": "draftgrid.heads.backbones.lumina_mgpt:LuminaBackbone",
+}
+FAMILIES = {"emu3": "emu3", "janus": "janus_pro", "multi_modality": "janus_pro", "chameleon": "lumina_mgpt"}
+"""Adapter by config.json's model_type: published checkpoints have no card. multi_modality is DeepSeek's own layout."""
+
+
+def family(adapter: str | None, where: str) -> type[Any]:
+    """The class of an adapter. Raises ValueError for an unknown one; `where` is what would have named it."""
+    if adapter not in ADAPTERS:
+        why = f"{where} says of no family" if adapter is None else f"adapter is {adapter!r}"
+        raise ValueError(f"backbone: {why}; set adapter to one of {', '.join(ADAPTERS)}")
+    module, _, name = ADAPTERS[adapter].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def family_of(model: Any) -> type[Any]:
+    """The adapter of a Hugging Face model, by its config. Raises ValueError for a model of no known family."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in FAMILIES:
+        raise ValueError(f"{type(model).__name__}: config.model_type is {kind!r}; known: {', '.join(FAMILIES)}")
+    return family(FAMILIES[kind], type(model).__name__)

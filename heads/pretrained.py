@@ -1,0 +1,79 @@
+"""The folder that exported heads are: config.json, model.safetensors, README.md and recipe.yaml. Files, no networks."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from draftgrid.common.files import atomic_folder, read_json, write_json, write_text
+from draftgrid.heads.weights import HUB_ID, fetch
+
+CONFIG, WEIGHTS, CARD, RECIPE = "config.json", "model.safetensors", "README.md", "recipe.yaml"
+EXPORTED = {CONFIG, WEIGHTS, CARD, RECIPE}
+
+
+def find_folder(place: str | Path, revision: str | None = None, local_files_only: bool = False) -> Path:
+    """A folder of exported heads, or the one a hub id's files lie in, downloaded if need be.
+
+    Raises ValueError if `place` is neither, or holds no exported heads.
+    """
+    if Path(place).is_dir():
+        if not (Path(place) / CONFIG).is_file():
+            raise ValueError(f"{place} holds no exported heads (no {CONFIG})")
+        return Path(place)
+    hub = HUB_ID.fullmatch(str(place))
+    if hub is None:
+        raise ValueError(f"heads {str(place)!r} is neither a folder nor a hub id like org/name or org/name@revision")
+    try:
+        return fetch(hub["id"], revision or hub["revision"], local_files_only, also=[CARD, RECIPE])
+    except ValueError as error:
+        raise ValueError(f"heads {error}") from None
+
+
+def write_folder(
+    folder: str | Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], card: str, recipe: str
+) -> None:
+    """Write the folder, whole or not at all. Raises ValueError for a tensor without elements."""
+    empty = [k for k, v in tensors.items() if not v.numel()]
+    if empty:
+        raise ValueError(f"tensors {empty[:3]} are empty; gather the shards of all ranks before exporting")
+    with atomic_folder(folder) as temporary:
+        # Through Python's own write: safetensors reports a full disk as an error of no particular kind.
+        (temporary / WEIGHTS).write_bytes(save(dict(tensors), metadata={"format": "pt"}))
+        write_json(temporary / CONFIG, config)
+        write_text(temporary / CARD, card)
+        if recipe:
+            write_text(temporary / RECIPE, recipe)
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """What config.json says. Raises ValueError if it is missing, cut short, or no object."""
+    found = read_json(folder / CONFIG)
+    if not isinstance(found, dict):
+        raise ValueError(f"{folder / CONFIG} holds a {type(found).__name__}, not an object of fields")
+    return found
+
+
+def read_weights(folder: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, of the names and shapes of `wanted`. Raises ValueError naming those that do not fit."""
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{folder / WEIGHTS} cannot be read ({error}); it may be cut short") from None
+    expected = {k: tuple(v.shape) for k, v in wanted.items()}
+    found = {k: tuple(v.shape) for k, v in tensors.items()}
+    if expected != found:
+        missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+        shapes = sorted(k for k in expected.keys() & found.keys() if expected[k] != found[k])
+        raise ValueError(f"{folder / WEIGHTS}: missing {missing}, unknown {extra}, misshapen {shapes}")
+    return tensors
+
+
+def read_texts(folder: Path, card: str) -> tuple[str, str]:
+    """(model card, recipe); `card` where there is none, '' for a recipe that is not there."""
+    paths = (folder / CARD, card), (folder / RECIPE, "")
+    held, recipe = (path.read_text(encoding="utf-8") if path.is_file() else default for path, default in paths)
+    return held, recipe

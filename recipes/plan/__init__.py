@@ -1,0 +1,1 @@
+"""plan=true: what a recipe will need, counted before anything is loaded."""

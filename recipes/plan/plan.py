@@ -1,0 +1,43 @@
+"""What a recipe will need, before anything is loaded: `python train.py recipe=NAME plan=true`.
+
+The checkpoint's config.json is all that is read, and of a published one on the hub not even that. The training code
+runs once on tensors without data (`counting`), so parameters, activations and FLOPs are counted and not estimated; what
+a rank holds by strategy is arithmetic (`memory`); seconds and speed-ups are estimates from the stated machine.
+"""
+
+from draftgrid.recipes.launch.schema import TrainConfig
+from draftgrid.recipes.plan.counting import count_step
+from draftgrid.recipes.plan.memory import STRATEGIES, Counted, layout, memory
+from draftgrid.recipes.plan.speed import count_decoding
+from draftgrid.recipes.plan.subject import load_subject, shapes
+from draftgrid.recipes.plan.text import render
+from draftgrid.training.ranks import rank_zero
+
+
+def gpus(config: TrainConfig) -> int:
+    t = config.trainer
+    asked = t.devices * t.num_nodes
+    return config.assume.gpus or (asked if asked > 1 else 8)
+
+
+def plan(config: TrainConfig) -> str:
+    """The whole plan as text. Raises ValueError for what a user can set right."""
+    subject = load_subject(config)
+    tensors = shapes(subject)
+    precision = "bf16-mixed" if config.trainer.precision == "auto" else config.trainer.precision
+    steps: dict[tuple[int, int, bool], Counted] = {}
+    by_strategy = {}
+    for strategy in STRATEGIES:
+        size = layout(strategy, precision)
+        key = (size.backbone, size.heads, size.autocast)
+        if key not in steps:
+            steps[key] = count_step(subject, config, size)
+        by_strategy[strategy] = memory(tensors, steps[key], strategy, precision, gpus(config))
+    branches = 1 if config.decoding.guidance == 1 else 2
+    decoding = count_decoding(subject.backbone, subject.heads, branches) if subject.heads is not None else None
+    return render(config, subject, precision, gpus(config), next(iter(steps.values())), by_strategy, decoding)
+
+
+def show(config: TrainConfig) -> None:
+    if rank_zero():
+        print(plan(config))

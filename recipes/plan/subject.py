@@ -1,0 +1,103 @@
+"""What is planned for: the recipe's modules on the meta device, read from the checkpoint's config.json alone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftgrid.common.files import read_json
+from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.backbones.loading import find_checkpoint, read_card, shipped
+from draftgrid.heads.backbones.published import PUBLISHED, meta_model
+from draftgrid.heads.backbones.registry import ADAPTERS, FAMILIES, family
+from draftgrid.heads.mtp import MTPHeads, TrainedOn, kind_of
+from draftgrid.recipes.launch.schema import BackboneConfig, TrainConfig
+from draftgrid.recipes.plan.memory import Shape, Tensors
+from draftgrid.training.module import BackboneModule, HeadsModule
+
+
+@dataclass
+class Subject:
+    """What is planned for, on the meta device or with fake weights."""
+
+    backbone: Backbone
+    heads: MTPHeads | None
+    """None for task=backbone, which trains the backbone itself."""
+    module: Any
+    unread: int
+    """Weights of the checkpoint that drawing does not read: its picture tokenizer, and what an adapter lets go of."""
+
+    @property
+    def trained(self) -> nn.Module:
+        return self.backbone if self.heads is None else self.heads
+
+
+def load_subject(config: TrainConfig) -> Subject:
+    """The recipe's modules without weights. Raises ValueError, saying what to set, if there is no checkpoint."""
+    if config.task == "backbone":
+        return _new_backbone(config)
+    b = config.backbone
+    found, card, name = _description(b)
+    adapter = b.adapter or card.get("adapter")
+    if adapter not in ADAPTERS:
+        raise ValueError(f"backbone.adapter is {adapter!r}; set it to one of {', '.join(ADAPTERS)}")
+    grid = b.grid or card.get("grid")
+    model, kind = meta_model(found, name), family(adapter, name)
+    whole = count(model)
+    kind.lighten(model)
+    settings = {"grid": tuple(grid)} if grid else {}
+    backbone = kind(model, None, name=name, **settings)  # type: ignore[call-arg]
+    size = (backbone.grid.height, backbone.grid.width)
+    config.heads.check()
+    with torch.device("meta"):
+        heads = kind_of(config.heads.kind)(config.heads, TrainedOn(name, "", backbone.hidden_size, size))  # type: ignore[call-arg]
+    lightning = HeadsModule(backbone, heads, config.optim, {}, [1.0], config.loss)
+    return Subject(backbone, heads, lightning, whole - count(model))
+
+
+def _description(b: BackboneConfig) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """(config.json, card, name) of the checkpoint; of a hub id that is not on this machine what is known of it."""
+    try:
+        path = find_checkpoint(b.place, local_files_only=True, part=None)
+        return read_json(path / "config.json"), read_card(path), path.name
+    except ValueError:
+        if b.checkpoint in PUBLISHED:
+            config = PUBLISHED[b.checkpoint]()
+            return config, {"adapter": FAMILIES[config["model_type"]]}, b.checkpoint
+        raise ValueError(
+            f"backbone.checkpoint is {b.place!r}, where no config.json is; the plan needs that file alone: set "
+            f"backbone.checkpoint to the folder it lies in, or to {' or '.join([*shipped(), *PUBLISHED])}"
+        ) from None
+
+
+def _new_backbone(config: TrainConfig) -> Subject:
+    """task=backbone: megabytes, so it is simply made; its vocabulary is the words of the captions."""
+    from draftgrid.data.sources import open_source
+    from draftgrid.heads.backbones.emu3_new import new_emu3
+
+    source = open_source(config.data.source)
+    captions = [i.caption for i in source.take("train", range(source.count("train")))]
+    b = config.backbone
+    backbone = new_emu3(captions, b.codes, tuple(b.grid), b.size, config.seed)  # type: ignore[arg-type]
+    return Subject(backbone, None, BackboneModule(backbone, config.optim), 0)
+
+
+def count(module: nn.Module) -> int:
+    """Parameters, each once."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def shapes(subject: Subject) -> Tensors:
+    """What `heads.memory` computes with."""
+    layers = subject.backbone.blocks
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    rest = [tuple(p.shape) for p in subject.backbone.parameters() if id(p) not in inside]
+    split = [_shapes(layer) for layer in layers]
+    if subject.heads is None:
+        return Tensors([], [], [*split, rest])
+    return Tensors(split, rest, [_shapes(part) for part in subject.heads.children()])
+
+
+def _shapes(module: nn.Module) -> list[Shape]:
+    return [tuple(p.shape) for p in module.parameters()]

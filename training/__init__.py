@@ -1,0 +1,1 @@
+"""How heads (or the demo's backbone) are trained: modules, strategies, checkpoints, export. Knows no recipe."""
