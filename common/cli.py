@@ -6,9 +6,10 @@ schema's; a wrong one is answered with the nearest right name before anything is
 
 import dataclasses
 import difflib
+import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -16,14 +17,48 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 T = TypeVar("T")
 
 
-def key(default: Any, help: str) -> Any:
-    """A dataclass field with a default and the line that --help prints; mutable defaults are copied."""
-    metadata = {"help": help}
+def key(
+    default: Any, help: str, least: float | None = None, most: float | None = None, above: float | None = None
+) -> Any:
+    """A dataclass field with a default and the line that --help prints; mutable defaults are copied.
+
+    `least`, `most` (inclusive) and `above` (exclusive) are the range that `check_ranges` holds a number, every number
+    of a list, and every value of a mapping to. Without them a number must still be finite.
+    """
+    metadata = {"help": help, "least": least, "most": most, "above": above}
     if isinstance(default, type) or (callable(default) and not isinstance(default, str)):
         return dataclasses.field(default_factory=default, metadata=metadata)
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_ranges(config: Any, prefix: str = "") -> None:
+    """Every number of a nested dataclass is finite and in its key's range. Raises ValueError naming key and range."""
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), prefix + field.name
+        if dataclasses.is_dataclass(value):
+            check_ranges(value, f"{name}.")
+            continue
+        given = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        for number in given:
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                _check_range(name, number, field.metadata, value)
+
+
+def _check_range(name: str, number: float, allowed: Mapping[str, Any], value: Any) -> None:
+    least, most, above = (allowed.get(bound) for bound in ("least", "most", "above"))
+    low = least is None or number >= least
+    if math.isfinite(number) and low and (most is None or number <= most) and (above is None or number > above):
+        return
+    if least is not None and most is not None:
+        right = f"a number from {least:g} to {most:g}"
+    elif least is not None:
+        right = f"a finite number of at least {least:g}"
+    else:
+        right = "a finite number" if above is None else f"a finite number above {above:g}"
+        right += "" if most is None else f" and at most {most:g}"
+    raise ValueError(f"{name} is {value}; use {right}")
 
 
 def leaves(schema: type, prefix: str = "") -> dict[str, tuple[Any, Any, str]]:
@@ -115,6 +150,7 @@ def compose(schema: type[T], arguments: Sequence[str], recipes: Path | None = No
         setattr(reduce(getattr, groups, value), last, given)
     if recipes is not None:
         value.recipe = recipe
+    check_ranges(value)
     return value
 
 
@@ -133,6 +169,7 @@ def compose_plain(schema: type[T], arguments: Sequence[str]) -> T:
         if type(found) is not (get_origin(kind) or kind) and not (kind is float and type(found) is int):
             raise ValueError(_wrong(name, text, known))
         setattr(value, name, found)
+    check_ranges(value)
     return value
 
 

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def atomic(path: str | Path) -> Iterator[Path]:
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """The same for a folder of files; an existing folder is replaced only once the new one is complete."""
-    path = Path(path)
+    path = Path(path).resolve()  # of a symbolic link the target is replaced, and the link stays
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -75,6 +76,89 @@ def read_json(path: str | Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); it may be cut short") from None
+
+
+def read_lines(path: str | Path) -> list[str]:
+    """Lines of a UTF-8 text file; LF, CRLF and CR end one and nothing else does. Raises ValueError if not UTF-8."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # universal newlines: all three arrive as LF
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    lines = text.split("\n")
+    return lines[:-1] if not lines[-1] else lines
+
+
+@contextmanager
+def set_aside(path: Path) -> Iterator[None]:
+    """What a folder holds is moved beside it while the body makes anew; removed after it, or put back if it raises.
+
+    A symbolic link stays, and what it points to is replaced.
+    """
+    path = path.resolve()
+    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    if path.exists():
+        os.replace(path, old)
+    try:
+        yield
+    except BaseException:
+        if old.exists():
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(old, path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+_NAMES = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    dict: "a group of keys",
+    list: "a list",
+    bool: "a bool",
+}
+
+
+def read_fields(held: Any, where: str | Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a JSON object with the types `fields` names: a type, a tuple of types, or [type, length or None].
+
+    None among a tuple's types makes a field optional. Other fields of the object are passed over. Raises ValueError
+    naming file, field, value and what would be right.
+    """
+    if not isinstance(held, dict):
+        raise ValueError(f"{where} holds {_short(held)}; it must be an object of fields")
+    found = {}
+    for name, kind in fields.items():
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        value = held.get(name)
+        if not any(_is_a(value, k) for k in kinds):
+            right = " or ".join(_describe(k) for k in kinds if k is not None)
+            raise ValueError(f"{where}: {name} is {_short(value) if name in held else 'missing'}; it must be {right}")
+        found[name] = value
+    return found
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if kind is None:
+        return value is None
+    if isinstance(kind, list):
+        one, length = kind
+        return isinstance(value, list) and length in (None, len(value)) and all(_is_a(v, one) for v in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _describe(kind: Any) -> str:
+    if isinstance(kind, list):
+        one, length = kind
+        return f"a list of {'' if length is None else f'{length} items, each '}{_describe(one)}"
+    return _NAMES[kind]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def sha256(path: str | Path) -> str:

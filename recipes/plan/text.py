@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from draftgrid.common.table import table
 from draftgrid.recipes.launch.schema import TrainConfig
 from draftgrid.recipes.plan.memory import Counted, Memory
 from draftgrid.recipes.plan.speed import Decoding, speeds
@@ -42,18 +43,6 @@ def duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell, the first to the left and the others to the right."""
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))
-        ]
-        lines.append(("  " + "   ".join(cells)).rstrip())
-    return lines
 
 
 def noted(rows: Sequence[Sequence[str]]) -> list[str]:
