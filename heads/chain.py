@@ -36,6 +36,7 @@ class ChainHeads(MTPHeads):
     """All cells but the first, each from the row above and its left token."""
 
     kind = "chain"
+    reads_left = True
     fields = ("width", "rank", "cell")
     options = ("rows", "lefts", "recent", "project_rank")
 
@@ -95,6 +96,12 @@ class ChainHeads(MTPHeads):
         position = torch.arange(1, self.grid.positions, device=e.device)
         inside = (position % self.grid.width >= back).to(e.dtype)[:, None]
         return nn.functional.pad(e, (0, 0, back - 1, 0))[:, : self.grid.positions - 1] * inside
+
+    def training_inputs(
+        self, branches: int, rows: int, generator: torch.Generator, left: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """(left, distance) as `predict` takes them; both branches of a picture have the same distances."""
+        return left, self.distances(rows, generator).repeat(branches, 1) if self.config.recent else None
 
     def distances(self, rows: int, generator: torch.Generator) -> Tensor:
         """(rows, T - 1) to train with: a third 0, the others 1 .. `recent`."""

@@ -67,6 +67,18 @@ class MTPHeads(nn.Module, ABC):
     def predict(self, h: Tensor, e: Tensor, name: str) -> Tensor:
         """States and embeddings (B, T, D) of whole pictures -> predicted states (B, N, D) of the targets of `name`."""
 
+    reads_left: bool = False
+    """Whether `predict` reads the token to the left, in whose place training may put the heads' own draft."""
+
+    def training_inputs(
+        self, branches: int, rows: int, generator: torch.Generator, left: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """What `predict` reads in training beside h and e of (branches * rows) pictures; nothing by default.
+
+        `left` (branches * rows, T, D) are embeddings to read as left tokens, None = the picture's own.
+        """
+        return ()
+
     def states(self, backbone: Backbone, h: Tensor) -> Tensor:
         """(..., D) states before the final norm -> the states these heads read and predict."""
         return backbone.norm(h) if self.config.target == "h_post" else h

@@ -245,7 +245,7 @@ class TestSettings:
         [
             (LossConfig(weights={"rigth1": 2.0}), "loss.weights names 'rigth1', but .* Did you mean 'right1'"),
             (LossConfig(weights=dict.fromkeys(("right1", "down1"), 0.0)), "no head has a weight above 0"),
-            (LossConfig(own_drafts=0.5), "loss.own_drafts is 0.5, but only chain heads read a left token"),
+            (LossConfig(own_drafts=0.5), "loss.own_drafts is 0.5, but these heads read no left token"),
         ],
     )
     def test_those_that_do_not_fit_the_heads_are_told_before_a_step_is_made(

@@ -61,7 +61,7 @@ def real(config: TrainConfig, precision: str) -> tuple[HeadsModule, Batch]:
     heads = new_heads(config.heads, backbone)
     if precision == "bf16-true":
         heads = heads.to(half)
-    module = HeadsModule(backbone, heads, OptimConfig(), {}, [1.0], config.loss)
+    module = HeadsModule(backbone, heads, OptimConfig(), loss=config.loss)
     prompt = torch.full((PROMPT,), 20)
     backbone.prompt_ids = lambda prompts: [prompt] * len(prompts)
     tokens = torch.randint(512, (B, 16, 16), generator=torch.Generator().manual_seed(0))

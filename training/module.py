@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from draftgrid.heads.backbones.base import Backbone
-from draftgrid.heads.chain import ChainHeads
 from draftgrid.heads.config import LossConfig, OptimConfig
 from draftgrid.heads.distributions import acceptance, entropy, probabilities, smooth_l1
 from draftgrid.heads.mtp import MTPHeads
@@ -113,6 +112,7 @@ class HeadsModule(_Module):
         backbone: Backbone,
         heads: MTPHeads,
         optim: OptimConfig,
+        *,
         tables: Mapping[str, Tensor] | None = None,
         guidance: Sequence[float] = (1.0,),
         loss: LossConfig | None = None,
@@ -135,10 +135,8 @@ class HeadsModule(_Module):
         """Of what the loss draws: heads' own drafts."""
         self.pairs = heads.train_pairs(backbone.grid)
         self.objective = Objective(self.backbone, heads, self.pairs, self.terms)
-        if self.terms.own_drafts and not isinstance(heads, ChainHeads):
-            raise ValueError(
-                f"loss.own_drafts is {self.terms.own_drafts}, but only chain heads read a left token; use 0"
-            )
+        if self.terms.own_drafts and not heads.reads_left:
+            raise ValueError(f"loss.own_drafts is {self.terms.own_drafts}, but these heads read no left token; use 0")
         kinds = ["smooth_l1", "cosine", "acceptance", "acceptance_uncertain", "acceptance_table", "top1"]
         names = [f"{kind}/{offset}" for kind in kinds for offset in self.pairs]
         self.top_k = top_k
@@ -196,15 +194,12 @@ class HeadsModule(_Module):
         G = len(h)
         h, e, tokens = h.flatten(2, 3), e.flatten(1, 2), tokens.flatten(1)
         states, embeds = h.flatten(0, 1), e.repeat(G, 1, 1)
-        more: list[Tensor | None] = []
-        if isinstance(self.heads, ChainHeads) and (self.terms.own_drafts or self.heads.config.recent):
-            more, generator = [None, None], self.generator(step, h.device)
-            if self.terms.own_drafts:
-                with torch.no_grad():
-                    drafted = self.objective.own_drafts(h, embeds, tokens, generator)
-                    more[0] = self.backbone.embed(drafted).repeat(G, 1, 1)
-            if self.heads.config.recent:
-                more[1] = self.heads.distances(len(tokens), generator).repeat(G, 1)
+        generator, left = self.generator(step, h.device), None
+        if self.terms.own_drafts:
+            with torch.no_grad():
+                drafted = self.objective.own_drafts(h, embeds, tokens, generator)
+                left = self.backbone.embed(drafted).repeat(G, 1, 1)
+        more = self.heads.training_inputs(G, len(tokens), generator, left)
         predicted = {}
         for name in self.pairs:
             if self.terms.recompute:

@@ -217,9 +217,17 @@ def build_heads(
     if config.trainer.compile:
         for part in heads.children():
             part.compile()
-    d = config.decoding
-    terms = (config.guidance, config.loss, config.seed, config.trainer.max_skipped, d.top_k)
-    module = HeadsModule(backbone, heads, config.optim, tables, *terms)
+    module = HeadsModule(
+        backbone,
+        heads,
+        config.optim,
+        tables=tables,
+        guidance=config.guidance,
+        loss=config.loss,
+        seed=config.seed,
+        max_skipped=config.trainer.max_skipped,
+        top_k=config.decoding.top_k,
+    )
 
     def finish(trainer: L.Trainer, timer: StepTimer) -> None:
         broken, skipped = (sum(ranks.gather(n)) for n in (module.broken, module.skipped))

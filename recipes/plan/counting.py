@@ -101,7 +101,5 @@ def count_chunked_loss(
 
 def predict_all(heads: MTPHeads, h: Tensor, e: Tensor, names: Any) -> list[Tensor]:
     """States (G, B, H, W, D) and embeddings (B, H, W, D) -> every head's prediction of every branch, as in training."""
-    rest: tuple[Any, ...] = ()
-    if heads.kind == "chain" and heads.config.recent:
-        rest = (None, torch.ones(len(e), heads.trained_on.grid[0] * heads.trained_on.grid[1] - 1, dtype=torch.long))
+    rest = heads.training_inputs(1, len(e), torch.Generator())
     return [heads.predict(branch, e.flatten(1, 2), name, *rest) for name in names for branch in h.flatten(2, 3)]

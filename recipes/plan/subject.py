@@ -52,7 +52,7 @@ def load_subject(config: TrainConfig) -> Subject:
     config.heads.check()
     with torch.device("meta"):
         heads = kind_of(config.heads.kind)(config.heads, TrainedOn(name, "", backbone.hidden_size, size))  # type: ignore[call-arg]
-    lightning = HeadsModule(backbone, heads, config.optim, {}, [1.0], config.loss)
+    lightning = HeadsModule(backbone, heads, config.optim, loss=config.loss)
     return Subject(backbone, heads, lightning, whole - count(model))
 
 
