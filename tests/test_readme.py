@@ -1,5 +1,9 @@
-"""Every command and every line of Python in the README runs as written, with smoke=true."""
+"""Every command and every line of Python in the README and in docs/ runs as written, with smoke=true.
 
+Blocks marked `bash` and `python` are run; those marked `shell` need weights, and their keys are checked.
+"""
+
+import importlib
 import os
 import re
 import shlex
@@ -9,12 +13,23 @@ from pathlib import Path
 
 import pytest
 
+from draftgrid.__main__ import COMMANDS
+from draftgrid.common.cli import compose
+
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
-LINES = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
-COMMANDS = [line for line in LINES if not line.startswith("pip ")]
-INSTALL = [line for line in LINES if line.startswith("pip ")]
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.stem != "own_model")]
+"""docs/own_model.md goes its whole way in test_own_model.py."""
+BLOCKS = [block for page in PAGES for block in re.findall(r"```(\w+)\n(.*?)```", page.read_text(), re.DOTALL)]
+
+
+def lines(kind: str) -> list[str]:
+    """Each line of the blocks of one kind, once, in the order of the pages."""
+    return list(dict.fromkeys(line for k, text in BLOCKS if k == kind for line in text.splitlines() if line))
+
+
+COMMANDS_RUN = [line for line in lines("bash") if not line.startswith("pip ")]
+INSTALL = [line for line in lines("bash") if line.startswith("pip ")]
+CODE = [text for kind, text in BLOCKS if kind == "python"]
 
 
 @pytest.fixture(scope="module")
@@ -49,25 +64,42 @@ def test_the_two_first_commands_install_and_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS_RUN)
 def test_command_runs_as_written(command: str, folder: Path) -> None:
     assert run(command, folder).strip()
 
 
 @pytest.mark.slow
 def test_the_python_lines_run_as_written(folder: Path) -> None:
-    (code,) = [text for kind, text in BLOCKS if kind == "python"]
     # The smoke run of train.py has exported its heads under the same name.
     check = "\nassert result.tokens.shape == (2, 16, 16) and result.exact\n"
     check += "assert max(result.stats.steps) == result.stats.nfe < 256 and pictures[0].width == 512\n"
-    command = [sys.executable, "-c", code + check]
+    command = [sys.executable, "-c", CODE[0] + check]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (folder / "apple.png").is_file()
 
 
+@pytest.mark.parametrize("line", lines("shell"))
+def test_keys_of_what_needs_weights_are_right(line: str) -> None:
+    """Composed as the command would, up to the moment when it looks for files."""
+    words = shlex.split(line)
+    assert words[0] == "draftgrid" and words[1] in COMMANDS
+    command = importlib.import_module(f"draftgrid.{COMMANDS[words[1]][0]}").command
+    _, schema, _, *recipes = command.args
+    config = compose(schema, words[2:], *recipes)
+    if hasattr(config, "recipe"):
+        config.check()
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= 9000
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
 def test_every_recipe_is_listed_and_composes() -> None:
-    from draftgrid.common.cli import compose
     from draftgrid.recipes.launch.schema import RECIPES, TrainConfig
 
     recipes = sorted(p.stem for p in RECIPES.glob("*.yaml"))
