@@ -36,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     name, *rest = arguments
     if name not in COMMANDS:
-        from draftgrid.common.cli import nearest
+        from draftgrid.common.cli import suggest
 
-        print(f"error: unknown command {name!r}. {nearest(name, list(COMMANDS))}", file=sys.stderr)
+        print(f"error: unknown command {name!r}. {suggest(name, list(COMMANDS))}", file=sys.stderr)
         sys.exit(2)
     sys.argv[:] = [f"draftgrid {name}", *rest]  # as if the command had been started alone
     importlib.import_module(f"draftgrid.{COMMANDS[name][0]}").command()

@@ -76,7 +76,7 @@ def leaves(schema: type, prefix: str = "") -> dict[str, tuple[Any, Any, str]]:
     return found
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def suggest(name: str, known: Sequence[str]) -> str:
     """' Did you mean X?' or the list of known names."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if not close and "." not in name:
@@ -94,7 +94,7 @@ def split_overrides(arguments: Sequence[str], known: dict[str, tuple[Any, Any, s
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not equals:
-            raise ValueError(f"argument {argument!r} is not key=value. {nearest(argument, list(known))}")
+            raise ValueError(f"argument {argument!r} is not key=value. {suggest(argument, list(known))}")
         pairs[_full_name(name, list(known))] = value
     return pairs
 
@@ -107,7 +107,7 @@ def _full_name(name: str, known: Sequence[str]) -> str:
     if len(found) > 1:
         raise ValueError(f"key {name!r} is short for several: {', '.join(found)}; write one of them")
     if not found:
-        raise ValueError(f"unknown key {name!r}. {nearest(name, list(known))}")
+        raise ValueError(f"unknown key {name!r}. {suggest(name, list(known))}")
     return found[0]
 
 
@@ -132,7 +132,7 @@ def compose(schema: type[T], arguments: Sequence[str], recipes: Path | None = No
         names = sorted(p.stem for p in recipes.glob("*.yaml"))
         recipe = pairs.pop("recipe", default_recipe)
         if recipe not in names:
-            raise ValueError(f"unknown recipe {recipe!r}. {nearest(recipe, names)}")
+            raise ValueError(f"unknown recipe {recipe!r}. {suggest(recipe, names)}")
         node = _recipe(recipes / f"{recipe}.yaml", schema, known)
         store.store(group="recipe", name=recipe, package="_global_", node=node)
         defaults.append({"recipe": recipe})
@@ -196,7 +196,7 @@ def _recipe(path: Path, schema: type, known: dict[str, tuple[Any, Any, str]]) ->
             if any(k.startswith(full + ".") for k in known):
                 walk(branch[name], full + ".")
             elif full not in known:
-                raise ValueError(f"{path.name}: unknown key {full!r}. {nearest(full, list(known))}")
+                raise ValueError(f"{path.name}: unknown key {full!r}. {suggest(full, list(known))}")
 
     walk(node, "")
     try:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -15,8 +15,8 @@ def settle(device: torch.device) -> None:
 
 def timed(call: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one call, the device's work included."""
-    settle(device)
+    synchronize(device)
     begun = time.perf_counter()
     call()
-    settle(device)
+    synchronize(device)
     return time.perf_counter() - begun

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -21,15 +22,16 @@ from draftgrid.common.cli import key, main
 from draftgrid.common.environment import machine
 from draftgrid.common.files import atomic, write_json
 from draftgrid.common.sheet import contact_sheet
+from draftgrid.common.table import table as columns_of
 from draftgrid.eval.calibrate import calibrate, windowed
 from draftgrid.eval.calibrate import table as calibrate_table
 from draftgrid.eval.chart import speed_chart
 from draftgrid.eval.decoders import Sampling
 from draftgrid.eval.latency import LatencyConfig
 from draftgrid.eval.latency import run as run_latency
-from draftgrid.eval.measure import Part, Plan, Run, accept_cost, batches, interpolate, measure, speedup, step_cost
+from draftgrid.eval.measure import Plan, Run, accept_cost, batches, interpolate, measure, speedup, step_cost
 from draftgrid.eval.metrics.likelihood import bootstrap, surprise
-from draftgrid.eval.setup import Decoder, EvalConfig, Loaded, load, parse_decoders, spread
+from draftgrid.eval.setup import DecoderSpec, EvalConfig, Loaded, load, parse_decoders, spread
 from draftgrid.eval.suites import CALIBRATED, SHORT, SMOKE, every
 
 
@@ -72,7 +74,7 @@ SUITES = {
 }
 
 
-def settle(config: BenchConfig) -> tuple[list[Decoder], list[Sampling], Plan]:
+def resolve(config: BenchConfig) -> tuple[list[DecoderSpec], list[Sampling], Plan]:
     """Fill in what the suite and smoke say; what is to be done. Raises ValueError."""
     if config.suite not in SUITES:
         raise ValueError(f"suite is {config.suite!r}; use all, or name decoders=")
@@ -96,7 +98,7 @@ def settle(config: BenchConfig) -> tuple[list[Decoder], list[Sampling], Plan]:
     else:
         decoders = [*(d for d in decoders if d.name == "ar"), *(d for d in decoders if d.name != "ar")]
         if decoders[0].name != "ar":
-            decoders = [Decoder("ar"), *decoders]
+            decoders = [DecoderSpec("ar"), *decoders]
     guidances = list(config.guidances)
     if not guidances:
         guidances = [config.guidance] if config.guidance != 1 or not suite.guidances else list(suite.guidances)
@@ -114,7 +116,7 @@ def settle(config: BenchConfig) -> tuple[list[Decoder], list[Sampling], Plan]:
 
 def bench(
     loaded: Loaded,
-    decoders: Sequence[Decoder],
+    decoders: Sequence[DecoderSpec],
     out: Path,
     plan: Plan,
     *,
@@ -155,7 +157,7 @@ def bench(
     write_json(out / "bench.json", report)
     shown = spread(columns, images)
     labels = [
-        f"{label(r)}\n{r['nfe']:.0f} steps, {law(r)}\n{r['seconds_per_image']:.2f} s, {r['speedup']:.1f}x"
+        f"{label(r)}\n{r['nfe']:.0f} steps, {kept(r)}\n{r['seconds_per_image']:.2f} s, {r['speedup']:.1f}x"
         for r in report["rows"]
     ]
     with atomic(out / "sheet.png") as temporary:
@@ -168,14 +170,14 @@ def bench(
     return report
 
 
-def progress(decoders: Sequence[Decoder], images: int, plan: Plan, turns: int = 1) -> tqdm:
+def progress(decoders: Sequence[DecoderSpec], images: int, plan: Plan, turns: int = 1) -> tqdm:
     """A bar over every picture that is drawn, and every one whose likelihood is measured."""
     total = turns * len(decoders) * (plan.pictures(images) + images)
     return tqdm(total=total, desc="bench", unit="img", smoothing=0.05)
 
 
 def score(loaded: Loaded, run: Run, batch: int, bar: tqdm) -> tuple[list[float], list[float]]:
-    """Negative log-likelihood and excess surprise of every picture, nats a token."""
+    """Negative log-likelihood and excess NLL of every picture, nats a token."""
     nll: list[float] = []
     excess: list[float] = []
     tokens = run.tokens
@@ -201,10 +203,7 @@ def row(
             entry = hits.setdefault(name, [0, 0])
             entry[0], entry[1] = entry[0] + good, entry[1] + all_
     changed = [sum(s.changed[k] for s in stats) for k in (0, 1)]
-    seconds = {
-        name: run.clocked(lambda part, name=name: getattr(part.result.stats, name)) / images  # type: ignore[misc]
-        for name in ("seconds_draft", "seconds_forward", "seconds_verify")
-    }
+    seconds = {name: run.phase(name) / images for name in ("seconds_draft", "seconds_forward", "seconds_verify")}
     ar_nfe = mean(part.result.stats.nfe for part in ar.passes[-1])
     steps = bootstrap(run.steps)
     faster, interval = speedup(ar, run)
@@ -219,7 +218,7 @@ def row(
         "nfe_interval": steps[1:],
         "nfe_timed": nfe_timed,
         "tokens_forwarded": forwarded,
-        "seconds_per_image": run.clocked(_seconds) / images,
+        "seconds_per_image": float(np.median(run.seconds().sum(1))) / images,
         **seconds,
         "draft_share": seconds["seconds_draft"] / seconds["seconds_forward"],
         "speedup": faster,
@@ -232,11 +231,8 @@ def row(
     }
 
 
-def _seconds(part: Part) -> float:
-    return part.seconds
-
-
-def law(row: dict[str, Any]) -> str:
+def kept(row: dict[str, Any]) -> str:
+    """Whether the backbone's distribution is kept, in a word."""
     return "exact" if row["exact"] else "lossy"
 
 
@@ -246,18 +242,14 @@ def label(row: dict[str, Any]) -> str:
 
 def table(report: dict[str, Any]) -> str:
     """The rows as text, one line each."""
-    width = 2 + max(30, *(len(label(r)) for r in report["rows"]))
-    lines = [
-        f"{'decoder':<{width}}{'law':>5}{'steps':>7}{'s/image':>9}{'speed-up':>10}{'allowed':>9}{'NLL':>7}"
-        f"{'excess surprise (95 %)':>26}{'changed':>9}"
-    ]
+    rows = [["decoder", "", "steps", "s/image", "speed-up", "allowed", "NLL", "excess NLL (95 %)", "changed"]]
     for r in report["rows"]:
         m, low, high = r["excess_surprise"]
+        cells = [f"{r['nfe']:.1f}", f"{r['seconds_per_image']:.3f}"]
+        cells += [f"{r['speedup']:.2f}x", f"{r['speedup_allowed']:.2f}x", f"{r['nll']:.2f}"]
         changed = "" if r["change_rate"] is None else f"{r['change_rate']:.1%}"
-        lines.append(
-            f"{label(r):<{width}}{law(r):>5}{r['nfe']:>7.1f}{r['seconds_per_image']:>9.3f}{r['speedup']:>9.2f}x"
-            f"{r['speedup_allowed']:>8.2f}x{r['nll']:>7.2f}{f'{m:+.3f} ({low:+.3f} {high:+.3f})':>26}{changed:>9}"
-        )
+        rows.append([label(r), kept(r), *cells, f"{m:+.3f} ({low:+.3f} {high:+.3f})", changed])
+    lines = columns_of(rows, indent="")
     cost = ", ".join(f"{n}: {1000 * t:.1f}" for n, t in report["step_cost"].items())
     lines.append(f"forward over L tokens, ms: {cost}")
     if draft := report["draft_row"]:
@@ -281,7 +273,8 @@ def run(config: BenchConfig) -> None:
         return latency(config)
     if config.layers:
         raise ValueError(f"layers is {config.layers}; only backbone={PREFIX}FAMILY can have fewer than its own")
-    decoders, samplings, plan = settle(config)
+    config = replace(config)  # the caller's own stays as it is
+    decoders, samplings, plan = resolve(config)
     loaded = load(config, decoders)
     images = len(loaded.prompts)
     jobs = [
@@ -296,7 +289,7 @@ def run(config: BenchConfig) -> None:
     reports = []
     with progress(decoders, images, plan, len(jobs)) as bar:
         for one, out in jobs:
-            reports.append(bench(one, decoders, out, plan, heads=config.heads, columns=config.columns, bar=bar))
+            reports.append(bench(one, decoders, out, plan, heads=loaded.place, columns=config.columns, bar=bar))
     for (one, out), report in zip(jobs, reports, strict=True):
         if len(jobs) > 1:
             print(f"guidance {one.sampling.guidance:g}")

@@ -5,24 +5,25 @@ The window is a setting of the decoder and part of what a seed means, so nothing
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from tqdm import tqdm
 
 from draftgrid.common.files import write_json
+from draftgrid.common.table import table as columns_of
 from draftgrid.eval.measure import Plan, Run, measure
-from draftgrid.eval.setup import Decoder, Loaded, has_setting
+from draftgrid.eval.setup import DecoderSpec, Loaded, has_setting
 
 WINDOWS = (4, 8, 12, 16, 24, 32, 48, 64)
 
 
-def windowed(decoders: Sequence[Decoder]) -> list[Decoder]:
+def windowed(decoders: Sequence[DecoderSpec]) -> list[DecoderSpec]:
     """Those that have a window, each once and without it. Raises ValueError if none has one."""
-    found: dict[str, Decoder] = {}
+    found: dict[str, DecoderSpec] = {}
     for d in decoders:
         if has_setting(d, "window"):
-            bare = Decoder(d.name, {k: v for k, v in d.settings.items() if k != "window"}, d.drafts)
+            bare = DecoderSpec(d.name, {k: v for k, v in d.settings.items() if k != "window"}, d.drafts)
             found.setdefault(bare.text, bare)
     if not found:
         names = ", ".join(d.text for d in decoders)
@@ -31,14 +32,14 @@ def windowed(decoders: Sequence[Decoder]) -> list[Decoder]:
 
 
 def calibrate(
-    loaded: Loaded, decoders: Sequence[Decoder], out: Path, plan: Plan, windows: Sequence[int] = WINDOWS
+    loaded: Loaded, decoders: Sequence[DecoderSpec], out: Path, plan: Plan, windows: Sequence[int] = WINDOWS
 ) -> dict[str, Any]:
     """Steps of all prompts and milliseconds a step at every window that the grid has room for.
 
     Writes calibrate.json into `out` and returns what it holds.
     """
     fitting = [w for w in windows if w <= loaded.backbone.grid.positions]
-    sweep = {d.text: [Decoder(d.name, {**d.settings, "window": w}, d.drafts) for w in fitting] for d in decoders}
+    sweep = {d.text: [DecoderSpec(d.name, {**d.settings, "window": w}, d.drafts) for w in fitting] for d in decoders}
     every = [d for variants in sweep.values() for d in variants]
     with tqdm(total=len(every) * plan.pictures(len(loaded.prompts)), desc="calibrate", unit="img") as bar:
         runs = iter(measure(loaded, every, plan, bar))
@@ -54,15 +55,9 @@ def calibrate(
 
 def _row(run: Run) -> dict[str, Any]:
     forwards = sum(part.result.stats.nfe for part in run.passes[0])
-    forward, verify, draft, whole = (
-        run.clocked(value) / forwards
-        for value in (
-            lambda p: p.result.stats.seconds_forward,
-            lambda p: p.result.stats.seconds_verify,
-            lambda p: p.result.stats.seconds_draft,
-            lambda p: p.seconds,
-        )
-    )
+    names = ("seconds_forward", "seconds_verify", "seconds_draft")
+    forward, verify, draft = (run.phase(name) / forwards for name in names)
+    whole = median(run.seconds().sum(1)) / forwards
     calls = [len(part.numbers) for part in run.passes[0]]
     together = sum(calls) / len(calls)
     steps = mean(run.steps)
@@ -83,14 +78,11 @@ def table(report: dict[str, Any]) -> str:
     lines = []
     for found in report["decoders"]:
         lines.append(f"{found['decoder']}, guidance {report['guidance']:g}, {report['batch_size']} at a time")
-        lines.append(
-            f"{'window':>8}{'steps':>8}{'forward ms':>12}{'draft ms':>10}{'ms a step':>11}{'s/image, predicted':>20}"
-        )
+        rows = [["window", "steps", "forward ms", "draft ms", "ms a step", "s/image, predicted", ""]]
         for r in found["rows"]:
-            forward, draft, step = (1000 * r[f"seconds_{name}"] for name in ("forward", "draft", "per_step"))
-            lines.append(
-                f"{r['window']:>8}{r['steps']:>8.1f}{forward:>12.2f}{draft:>10.2f}{step:>11.2f}"
-                f"{r['seconds_per_image']:>20.3f}{'  <- best' if r['setting'] == found['best'] else ''}"
-            )
+            ms = [f"{1000 * r[f'seconds_{name}']:.2f}" for name in ("forward", "draft", "per_step")]
+            best = "<- best" if r["setting"] == found["best"] else ""
+            rows.append([str(r["window"]), f"{r['steps']:.1f}", *ms, f"{r['seconds_per_image']:.3f}", best])
+        lines += columns_of(rows)
         lines.append(f"write: {found['best']}")
     return "\n".join(lines)

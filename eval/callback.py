@@ -19,13 +19,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from draftgrid.common.sheet import contact_sheet
-from draftgrid.common.timing import settle
+from draftgrid.common.timing import synchronize
 from draftgrid.data.sources import read_prompts
 from draftgrid.data.stream import Sample, ShardSet
 from draftgrid.eval.config import DecodingConfig, EvaluateConfig
 from draftgrid.eval.decoders import DecodeResult, Sampling
 from draftgrid.eval.measure import batches
-from draftgrid.eval.setup import Decoder, Loaded, choose, parse_decoders
+from draftgrid.eval.setup import DecoderSpec, Loaded, choose, parse_decoders
 from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.distributions import acceptance
 from draftgrid.heads.mtp import MTPHeads
@@ -128,7 +128,7 @@ class Preview(Callback):
                     loaded = Loaded(backbone, self.tokenizer, {heads.kind: heads}, self.prompts, self.sampling)
                     begun = time.perf_counter()
                     parts.append(loaded.draw(decoder, numbers, self.seed))
-                    settle(backbone.device)
+                    synchronize(backbone.device)
                     seconds += time.perf_counter() - begun
                 trainer.strategy.barrier()
             drawn = self.kept.get(name) or Drawn(parts, seconds, self.show(parts, backbone.device))
@@ -145,7 +145,7 @@ class Preview(Callback):
         self.write(trainer, figures, found, step)
         trainer.strategy.barrier()
 
-    def name(self, decoder: Decoder) -> str:
+    def name(self, decoder: DecoderSpec) -> str:
         """`ssd`; with its settings where the list has two of that name."""
         alike = sum(decoder.name == other.name for other in self.decoders)
         return decoder.name if alike == 1 else decoder.text

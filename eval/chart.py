@@ -1,4 +1,4 @@
-"""speed.png: how much faster each decoder is, and how far its pictures are from the backbone's own law."""
+"""speed.png: how much faster each decoder is, and how far its pictures are from the backbone's own distribution."""
 
 from collections.abc import Sequence
 from math import cos, pi, sin
@@ -15,7 +15,7 @@ TURNS = tuple(k * pi / 4 for k in range(8))
 
 
 def speed_chart(rows: Sequence[dict[str, Any]], labels: Sequence[str], title: str, path: str | Path) -> None:
-    """Write a PNG of speed-up (x, log) against excess surprise with its interval (y), a numbered point per row.
+    """Write a PNG of speed-up (x, log) against excess NLL with its interval (y), a numbered point per row.
 
     Filled markers are exact decoders, hollow ones lossy; a colour per decoder. The same rows give the same bytes.
     """
@@ -49,7 +49,7 @@ def speed_chart(rows: Sequence[dict[str, Any]], labels: Sequence[str], title: st
     least, most = (f(r["speedup"] for r in rows) for f in (min, max))
     axes.set_xlim(least / 1.15, most * 1.15)
     axes.set_xlabel("speed-up over AR (same prompts, same process)")
-    axes.set_ylabel("excess surprise, nats a token (95 %)")
+    axes.set_ylabel("excess NLL, nats a token (95 %)")
     axes.set_title(title, fontsize=10)
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     axes.set_xticks([x for x in TICKS[0] if left < x < right])

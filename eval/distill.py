@@ -1,8 +1,8 @@
 """Self-distillation: prompts -> token shards of the backbone's own pictures, for `data.mix` or a data set of its own.
 
-Only exact decoders, whose pictures have the backbone's own law. Pictures are drawn in blocks of `batch_size`, each kept
-as soon as it is drawn, so that the same command goes on where a killed one stopped, to the same bytes; under torchrun
-process r of n draws blocks r, r + n, ...
+Only exact decoders, whose pictures have the backbone's own distribution. Pictures are drawn in blocks of `batch_size`,
+each kept as soon as it is drawn, so that the same command resumes where a killed one stopped, to the same bytes; under
+torchrun process r of n draws blocks r, r + n, ...
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from tqdm import tqdm
 from draftgrid.common.files import atomic
 from draftgrid.data.encode import PARTS, claim, processes, tidy, wait_for_plan
 from draftgrid.data.shards import MANIFEST, Manifest, Sample, read_manifest, shard_name, write_shard
-from draftgrid.eval.setup import Decoder, Loaded
+from draftgrid.eval.setup import DecoderSpec, Loaded
 from draftgrid.heads.mtp import MTPHeads
 
 
-def check_exact(decoder: Decoder) -> None:
+def check_exact(decoder: DecoderSpec) -> None:
     """Raises ValueError for a decoder whose pictures are not distributed as the backbone's own."""
     if not decoder.exact:
         raise ValueError(
@@ -31,7 +31,7 @@ def check_exact(decoder: Decoder) -> None:
 
 
 def distill(
-    loaded: Loaded, decoder: Decoder, out: Path, *, seed: int, batch_size: int, shards: int, overwrite: bool = False
+    loaded: Loaded, decoder: DecoderSpec, out: Path, *, seed: int, batch_size: int, shards: int, overwrite: bool = False
 ) -> Manifest | None:
     """Draw one picture per prompt into a shard set at `out`. Returns the manifest (process 0), or None.
 
@@ -77,7 +77,7 @@ def distill(
 
 
 def _digest(heads: MTPHeads) -> str:
-    """Pictures of an exact decoder have one law with any heads, but not the same bytes."""
+    """Pictures of an exact decoder have one distribution with any heads, but not the same bytes."""
     digest = hashlib.sha256()
     for name, tensor in sorted(heads.state_dict().items()):
         digest.update(name.encode() + tensor.detach().float().cpu().numpy().tobytes())
@@ -88,7 +88,7 @@ def _block(out: Path, numbers: range) -> Path:
     return out / PARTS / f"block-{numbers.start:08d}.npy"
 
 
-def _draw(loaded: Loaded, decoder: Decoder, out: Path, seed: int, blocks: Sequence[range]) -> None:
+def _draw(loaded: Loaded, decoder: DecoderSpec, out: Path, seed: int, blocks: Sequence[range]) -> None:
     """Those of the blocks that are not there yet."""
     with tqdm(total=sum(map(len, blocks)), desc=f"draw with {decoder.name}", unit="img") as bar:
         for numbers in blocks:

@@ -5,9 +5,10 @@ draftgrid generate prompts=FILE decoder=scd save=shards shards=64 batch_size=8 o
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import mean
 
 import torch
 from tqdm import tqdm
@@ -17,6 +18,7 @@ from draftgrid.common.files import atomic, write_json
 from draftgrid.common.sheet import contact_sheet
 from draftgrid.data.encode import processes
 from draftgrid.data.sources import read_prompts
+from draftgrid.eval.decoders import default_decoder
 from draftgrid.eval.distill import check_exact, distill
 from draftgrid.eval.setup import EvalConfig, load, parse_decoders
 
@@ -25,7 +27,7 @@ from draftgrid.eval.setup import EvalConfig, load, parse_decoders
 class GenerateConfig(EvalConfig):
     images: int = key(0, "pictures; 0 = one of `prompt`, or 8 of `prompts`, or with save=shards one of each")
     prompt: str = key("", "one prompt; '' = draw the prompts of `prompts`")
-    decoder: str = key("ssd_coupled", "name:setting=value:..., e.g. ar, ssd:rounds=2:rows=2, ssd_coupled:drafts=chain")
+    decoder: str = key("", "as ar or ssd:rounds=2:rows=2; '' = ssd_coupled with heads, scd with heads=''")
     scale: int = key(4, "pixels are enlarged so many times")
     save: str = key("pictures", "pictures, or shards: token shards to train on, resumable, also under torchrun")
     shards: int = key(16, "save=shards: number of shard files")
@@ -34,7 +36,8 @@ class GenerateConfig(EvalConfig):
 
 
 def run(config: GenerateConfig) -> None:
-    chosen = parse_decoders(config.decoder)
+    config = replace(config)  # the caller's own stays as it is
+    chosen = parse_decoders(config.decoder or default_decoder(bool(config.heads)))
     if len(chosen) != 1:
         raise ValueError(f"decoder is {config.decoder!r}; name one (eval.bench compares several)")
     (decoder,) = chosen
@@ -59,18 +62,20 @@ def run(config: GenerateConfig) -> None:
         if manifest:
             print(f"{manifest.samples} samples in {len(manifest.shards)} shards: {out}")
         return
-    records, pictures = [], []
+    records, pictures, taken = [], [], []
     prompts, grid = loaded.prompts, loaded.backbone.grid
     with tqdm(total=len(prompts) * grid.height, desc=f"draw with {decoder.name}", unit="row") as bar:
         for start in range(0, len(prompts), config.batch_size):
             numbers = range(start, min(start + config.batch_size, len(prompts)))
             result = loaded.draw(decoder, numbers, config.seed, partial(_advance, bar, bar.n, len(numbers)))
-            for i, picture in zip(numbers, loaded.tokenizer.pil(result.tokens, config.scale), strict=True):
+            drawn = zip(numbers, loaded.tokenizer.pil(result.tokens, config.scale), result.stats.steps, strict=True)
+            taken += result.stats.steps
+            for i, picture, steps in drawn:
                 file = f"{i:04d}-{re.sub(r'[^a-z0-9]+', '-', prompts[i].lower()).strip('-')[:60]}.png"
                 with atomic(out / file) as temporary:
                     picture.save(temporary, "PNG")
                 pictures.append(picture)
-                records.append({"file": file, "prompt": prompts[i], "steps": result.stats.nfe, "exact": result.exact})
+                records.append({"file": file, "prompt": prompts[i], "steps": steps, "exact": result.exact})
     columns = min(8, len(pictures))
     with atomic(out / "sheet.png") as temporary:
         contact_sheet([pictures[i : i + columns] for i in range(0, len(pictures), columns)]).save(temporary, "PNG")
@@ -78,7 +83,7 @@ def run(config: GenerateConfig) -> None:
         out / "pictures.json",
         {"decoder": decoder.name, "settings": decoder.settings, "seed": config.seed, "pictures": records},
     )
-    print(f"{len(pictures)} pictures, {records[-1]['steps']} steps each batch: {out / 'sheet.png'}")
+    print(f"{len(pictures)} pictures by {decoder.text}, {mean(taken):.1f} steps each: {out / 'sheet.png'}")
 
 
 def _advance(bar: tqdm, before: int, batch: int, rows: int, _: object) -> None:

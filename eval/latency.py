@@ -27,12 +27,12 @@ from draftgrid.common.cli import key, main
 from draftgrid.common.device import pick_device
 from draftgrid.common.environment import machine
 from draftgrid.common.files import write_json
-from draftgrid.common.timing import settle, timed
+from draftgrid.common.timing import synchronize, timed
 from draftgrid.eval.decoders import Sampling, make_policy
 from draftgrid.eval.decoders.engine import Canvas, steps
 from draftgrid.eval.decoders.randomness import SeededSource
 from draftgrid.eval.measure import step_cost
-from draftgrid.eval.setup import Decoder, Loaded, parse_decoders
+from draftgrid.eval.setup import DecoderSpec, Loaded, parse_decoders
 from draftgrid.heads.backbones.base import Backbone, DecodeState
 from draftgrid.heads.backbones.random import random_backbone
 from draftgrid.heads.config import HeadsConfig
@@ -60,7 +60,7 @@ class LatencyConfig:
     smoke: bool = key(False, "2 layers of 64 numbers and 4 rows of 8 cells, eagerly, once")
 
 
-def check(config: LatencyConfig) -> tuple[list[str], list[Decoder]]:
+def check(config: LatencyConfig) -> tuple[list[str], list[DecoderSpec]]:
     """(families, decoders). Raises ValueError before anything is made."""
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
         raise ValueError(f"transformers is {transformers.__version__}; its layers take a cache of ours from 5.24 on")
@@ -94,7 +94,7 @@ def run(config: LatencyConfig) -> None:
         grid = (config.grid[0], config.grid[1]) if config.grid else None
         bar.set_postfix_str(name)
         backbone = random_backbone(name, config.layers, grid, device=device, narrow=config.smoke)
-        found = family(backbone, decoders, config.repeats, config.compile, bar)
+        found = measure_family(backbone, decoders, config.repeats, config.compile, bar)
         report["families"].append(found)
         write_json(Path(config.out) / "latency.json", report)
         bar.write(table(found))
@@ -108,7 +108,9 @@ def run(config: LatencyConfig) -> None:
     print(Path(config.out) / "latency.json")
 
 
-def family(backbone: Backbone, decoders: Sequence[Decoder], repeats: int, compile: bool, bar: tqdm) -> dict[str, Any]:
+def measure_family(
+    backbone: Backbone, decoders: Sequence[DecoderSpec], repeats: int, compile: bool, bar: tqdm
+) -> dict[str, Any]:
     """Everything about one backbone, eager and, last, compiled: what has been compiled stays so."""
     guidance, top_k, down = SETTINGS[backbone.adapter]
     grid = backbone.grid
@@ -134,7 +136,7 @@ def family(backbone: Backbone, decoders: Sequence[Decoder], repeats: int, compil
     }
 
 
-def measure(loaded: Loaded, decoders: Sequence[Decoder], repeats: int, bar: tqdm) -> dict[str, Any]:
+def measure(loaded: Loaded, decoders: Sequence[DecoderSpec], repeats: int, bar: tqdm) -> dict[str, Any]:
     """Seconds of AR by length of the cache and of its picture, of a forward by tokens, a drafted row, each decoder."""
     grid, W = loaded.backbone.grid, loaded.backbone.grid.width
     lengths = [n for n in (1, W, 2 * W, 3 * W) if grid.height // 2 * W + n < grid.positions]
@@ -156,11 +158,11 @@ def measure(loaded: Loaded, decoders: Sequence[Decoder], repeats: int, bar: tqdm
     }
 
 
-def draw(loaded: Loaded, decoder: Decoder, bar: tqdm) -> tuple[float, int]:
+def draw(loaded: Loaded, decoder: DecoderSpec, bar: tqdm) -> tuple[float, int]:
     """(seconds, forwards) of one picture."""
     begun = time.perf_counter()
     result = loaded.draw(decoder, [0], seed=0)
-    settle(loaded.backbone.device)
+    synchronize(loaded.backbone.device)
     seconds = time.perf_counter() - begun
     bar.update()
     return seconds, result.stats.nfe

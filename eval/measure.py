@@ -5,7 +5,7 @@ pictures, the rest of which is drawn once, in batches: a picture does not depend
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from draftgrid.common.timing import timed
+from draftgrid.common.timing import synchronize, timed
 from draftgrid.eval.decoders import DecodeResult, Sampling
 from draftgrid.eval.decoders.kernels import gumbel_argmax, transport
 from draftgrid.eval.decoders.randomness import SeededSource, Where
-from draftgrid.eval.setup import Decoder, Loaded, spread
+from draftgrid.eval.setup import DecoderSpec, Loaded, spread
 from draftgrid.heads.grid import TokenGrid
 from draftgrid.heads.offsets import OffsetHeads
 
@@ -47,11 +47,11 @@ class Plan:
         """Pictures a decoder draws in all, warm-up included."""
         clocked = len(self.clocked(images))
         warm = min(self.batch_size, clocked) if self.warm_up else 0
-        return warm + self.repeats * clocked + images - clocked
+        return warm + (self.repeats + 1) * clocked + images - clocked
 
 
 @dataclass
-class Part:
+class DrawnBatch:
     """One call of a decoder: the numbers of the pictures it drew, and how long it took."""
 
     numbers: Sequence[int]
@@ -63,13 +63,15 @@ class Part:
 class Run:
     """One decoder over all prompts."""
 
-    decoder: Decoder
-    passes: list[list[Part]] = field(default_factory=list)
+    decoder: DecoderSpec
+    passes: list[list[DrawnBatch]] = field(default_factory=list)
     """The timed pictures, once per repeat."""
-    rest: list[Part] = field(default_factory=list)
+    phased: list[DrawnBatch] = field(default_factory=list)
+    """The timed pictures once more, with the clock on each phase, which slows them down."""
+    rest: list[DrawnBatch] = field(default_factory=list)
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[DrawnBatch]:
         """Every picture once."""
         return [*self.passes[-1], *self.rest]
 
@@ -85,26 +87,28 @@ class Run:
         found = {n: s for part in self.parts for n, s in zip(part.numbers, part.result.stats.steps, strict=True)}
         return [found[n] for n in sorted(found)]
 
-    def clocked(self, value: Callable[[Part], float]) -> float:
-        """Median over the repeats of a sum over the timed pictures."""
-        return median(sum(value(part) for part in once) for once in self.passes)
+    def phase(self, name: str) -> float:
+        """Seconds of one phase, as `Stats` calls it, summed over the timed pictures."""
+        return sum(getattr(part.result.stats, name) for part in self.phased)
 
     def seconds(self) -> np.ndarray:
         """(repeats, calls) seconds; the calls are the same ones for every decoder."""
         return np.array([[part.seconds for part in once] for once in self.passes])
 
 
-def measure(loaded: Loaded, decoders: Sequence[Decoder], plan: Plan, bar: tqdm) -> list[Run]:
+def measure(loaded: Loaded, decoders: Sequence[DecoderSpec], plan: Plan, bar: tqdm) -> list[Run]:
     """Draw all prompts with every decoder; they take turns, so a slow minute hits all alike."""
     runs = [Run(decoder) for decoder in decoders]
     images = len(loaded.prompts)
     clocked = plan.clocked(images)
     rest = sorted(set(range(images)) - set(clocked))
 
-    def draw(run: Run, numbers: Sequence[int]) -> Part:
+    def draw(run: Run, numbers: Sequence[int], phases: bool = False) -> DrawnBatch:
+        synchronize(loaded.backbone.device)
         begun = time.perf_counter()
-        result = loaded.draw(run.decoder, numbers, plan.seed)
-        part = Part(numbers, result, time.perf_counter() - begun)
+        result = loaded.draw(run.decoder, numbers, plan.seed, phases=phases)
+        synchronize(loaded.backbone.device)
+        part = DrawnBatch(numbers, result, time.perf_counter() - begun)
         bar.update(len(numbers))
         return part
 
@@ -114,6 +118,7 @@ def measure(loaded: Loaded, decoders: Sequence[Decoder], plan: Plan, bar: tqdm) 
         for run in runs:
             run.passes.append([draw(run, numbers) for numbers in batches(clocked, plan.batch_size)])
     for run in runs:
+        run.phased = [draw(run, numbers, phases=True) for numbers in batches(clocked, plan.batch_size)]
         run.rest = [draw(run, numbers) for numbers in batches(rest, plan.quality_batch)]
     return runs
 

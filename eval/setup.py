@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderSpec:
     """One entry of a list of decoders: what it is called, and its settings as they were written."""
 
     name: str
@@ -84,11 +84,18 @@ class Loaded:
     """By kind; only those that a decoder of the list drafts with."""
     prompts: list[str]
     sampling: Sampling = field(default_factory=Sampling)
+    place: str = ""
+    """Where the heads lie, as `heads=` names it."""
 
     def draw(
-        self, decoder: Decoder, numbers: Sequence[int], seed: int, callback: RowCallback | None = None
+        self,
+        decoder: DecoderSpec,
+        numbers: Sequence[int],
+        seed: int,
+        callback: RowCallback | None = None,
+        phases: bool = False,
     ) -> DecodeResult:
-        """The pictures of these numbers of the prompts, drawn together."""
+        """The pictures of these numbers of the prompts, drawn together; `phases` as in `engine.run`."""
         return decode(
             self.backbone,
             [self.prompts[i] for i in numbers],
@@ -99,27 +106,26 @@ class Loaded:
             numbers,
             tokenizer=self.tokenizer,
             callback=callback,
+            phases=phases,
         )
 
 
-def load(config: EvalConfig, decoders: Sequence[Decoder]) -> Loaded:
+def load(config: EvalConfig, decoders: Sequence[DecoderSpec]) -> Loaded:
     """Check the cheap things first, then load. Raises ValueError."""
     from draftgrid.data.sources import (
         read_prompts,  # reads pictures too, with a library that latency alone need not have
     )
 
     sampling = Sampling(config.guidance, config.temperature, config.top_k, config.top_p)
-    if config.smoke:
-        config.images = min(config.images, 2)
+    config = replace(config, images=min(config.images, 2) if config.smoke else config.images)
     if config.images < 1 or config.batch_size < 1:
         raise ValueError(f"images is {config.images} and batch_size is {config.batch_size}; both need at least 1")
     prompts = choose(read_prompts(config.prompts), config.images)
     device = pick_device(config.device)
     if config.grid and len(config.grid) != 2:
         raise ValueError(f"grid is {config.grid}; use [rows, columns]")
-    if config.heads == "auto":
-        config.heads = demo_heads(decoders)
-    folders = find_heads(config.heads, decoders, config.local_files_only)
+    place = demo_heads(decoders) if config.heads == "auto" else config.heads
+    folders = find_heads(place, decoders, config.local_files_only)
     grid = (config.grid[0], config.grid[1]) if config.grid else None
     local = config.local_files_only
     backbone = load_backbone(
@@ -128,20 +134,20 @@ def load(config: EvalConfig, decoders: Sequence[Decoder]) -> Loaded:
     heads = {
         kind: MTPHeads.from_pretrained(folder, backbone, local_files_only=local) for kind, folder in folders.items()
     }
-    tokenizer = load_tokenizer(config.tokenizer or config.backbone, local_files_only=local)
+    tokenizer = load_tokenizer(config.tokenizer or config.backbone, device, local_files_only=local)
     backbone.check_codes(tokenizer.codebook_size)
     if config.compile:
         backbone.compile_decoding()
-    return Loaded(backbone, tokenizer, heads, prompts, sampling)
+    return Loaded(backbone, tokenizer, heads, prompts, sampling, place)
 
 
-def demo_heads(decoders: Sequence[Decoder]) -> str:
+def demo_heads(decoders: Sequence[DecoderSpec]) -> str:
     """'folder,folder' of the demo's heads for these decoders: of those a decoder may get, the first that is there."""
     kinds = {next((k for k in d.kinds if Path(DEMO_HEADS[k]).is_dir()), d.kinds[0]) for d in decoders if d.kinds}
     return ",".join(folder for kind, folder in DEMO_HEADS.items() if kind in kinds)
 
 
-def find_heads(text: str, decoders: Sequence[Decoder], local_files_only: bool = False) -> dict[str, str]:
+def find_heads(text: str, decoders: Sequence[DecoderSpec], local_files_only: bool = False) -> dict[str, str]:
     """'folder,folder' -> {kind: folder} of the heads these decoders draft with. Loads none.
 
     Raises ValueError for a folder that is not there, two of one kind, or a decoder that has none to draft with.
@@ -198,7 +204,7 @@ def spread(count: int, of: int) -> list[int]:
     return [i * of // count for i in range(count)]
 
 
-def parse_decoder(text: str) -> Decoder:
+def parse_decoder(text: str) -> DecoderSpec:
     """'ssd:rounds=2:rows=2' -> the decoder of that name and settings; `drafts=KIND` names the heads it gets.
 
     Raises ValueError if the decoder refuses a setting.
@@ -211,7 +217,7 @@ def parse_decoder(text: str) -> Decoder:
             raise ValueError(f"decoder {text!r}: {part!r} is not setting=value, as in ssd:rounds=2")
         settings[setting] = int(value) if re.fullmatch(r"-?\d+", value) else _number(value)
     drafts = str(settings.get("drafts", ""))
-    decoder = Decoder(name, settings, drafts)
+    decoder = DecoderSpec(name, settings, drafts)
     kinds = decoder.make().drafts_with
     if "drafts" in settings and drafts not in kinds:
         uses = f"{name} drafts with {' or '.join(kinds)} heads" if kinds else f"{name} drafts without heads"
@@ -226,10 +232,10 @@ def _number(value: str) -> float | str:
         return value
 
 
-def parse_decoders(text: str) -> list[Decoder]:
+def parse_decoders(text: str) -> list[DecoderSpec]:
     """A comma-separated list of decoders."""
     return [parse_decoder(part) for part in text.split(",")]
 
 
-def has_setting(decoder: Decoder, setting: str) -> bool:
+def has_setting(decoder: DecoderSpec, setting: str) -> bool:
     return setting in inspect.signature(DECODERS[decoder.name]).parameters

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 SHORT = "ar,scd:window=32,ssd_coupled,ssd_coupled:coupling=maximal:window=32"
 CALIBRATED = "scd,ssd_coupled"
 SMOKE = (
-    "ar,sjd,scd,gumbel_fixed_point,chain,ssd_coupled:drafts=chain,ssd_coupled:drafts=offsets,ssd,"
+    "ar,sjd,scd,gumbel_fixed_point,mtp1d,ssd_coupled:drafts=chain,ssd_coupled:drafts=offsets,ssd,"
     "ssd:rows_in_flight=2,gsd,lantern"
 )
 """Of `every`, what smoke=true runs: each decoder once with every kind of heads."""
@@ -20,12 +20,12 @@ def _every() -> Iterator[str]:
     yield "ar"
     # Exact, without heads.
     yield from (f"sjd:window={w}" for w in (16, 32))
-    yield from (f"sjd:window=16:birth={birth}" for birth in ("onehot", "left", "above"))
+    yield from (f"sjd:window=16:initial={initial}" for initial in ("onehot", "left", "above"))
     for coupling in ("maximal", "gumbel"):
         yield from (f"scd:coupling={coupling}:window={w}" for w in (8, 16, 32, 64))
     yield "gumbel_fixed_point:window=32"
     # Exact, with heads.
-    yield "chain"
+    yield "mtp1d"
     yield from (f"ssd_coupled:drafts=chain:window={w}" for w in (8, 16, 32, 48, 64))
     yield from (f"ssd_coupled:drafts=chain:window={w}:sweeps=4" for w in (32, 48))
     yield from (f"ssd_coupled:drafts=chain:coupling=maximal:window={w}" for w in (16, 32, 48))

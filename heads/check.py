@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from draftgrid.common.cli import key, main, nearest
+from draftgrid.common.cli import key, main, suggest
 from draftgrid.common.device import pick_device
 from draftgrid.heads.backbones import Backbone, load_backbone
 from draftgrid.heads.backbones.loading import find_checkpoint
@@ -81,7 +81,7 @@ def run(config: CheckConfig) -> None:
     if config.rows < 0:
         raise ValueError(f"rows is {config.rows}; use 0 (about {SINGLES} tokens) or more")
     if config.dtype not in ("auto", *DTYPES):
-        raise ValueError(f"dtype is {config.dtype!r}; use auto or a float type. {nearest(config.dtype, list(DTYPES))}")
+        raise ValueError(f"dtype is {config.dtype!r}; use auto or a float type. {suggest(config.dtype, list(DTYPES))}")
     if config.grid and (len(config.grid) != 2 or min(config.grid) < 1):
         raise ValueError(f"grid is {config.grid}; use [rows, columns]")
     device = pick_device(config.device)

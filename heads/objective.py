@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftgrid.common.cli import nearest
+from draftgrid.common.cli import suggest
 from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.config import LossConfig
 from draftgrid.heads.distributions import (
@@ -23,7 +23,7 @@ from draftgrid.heads.distributions import (
 )
 from draftgrid.heads.mtp import MTPHeads
 
-Part = tuple[slice, slice | Tensor]
+Chunk = tuple[slice, slice | Tensor]
 """Which of a head's predictions aim into a chunk, and where in the chunk."""
 
 
@@ -35,13 +35,13 @@ class Chunks:
         self.targets = {name: target for name, (_, target) in pairs.items()}
         assert all((t.diff() > 0).all() for t in self.targets.values()), "predictions are ordered by their target"
 
-    def of(self, rows: int, chunk: int, device: torch.device) -> Iterator[tuple[slice, dict[str, Part]]]:
+    def of(self, rows: int, chunk: int, device: torch.device) -> Iterator[tuple[slice, dict[str, Chunk]]]:
         """(positions, {name: part}) with at most `chunk` positions of `rows` pictures together; 0 = all at once."""
         T = self.positions
         size = max(1, chunk // rows) if chunk else T
         for low in range(0, T, size):
             high = min(low + size, T)
-            parts: dict[str, Part] = {}
+            parts: dict[str, Chunk] = {}
             for name, target in self.targets.items():
                 a, b = (int(i) for i in torch.searchsorted(target, torch.tensor([low, high])))
                 if a < b:
@@ -68,7 +68,7 @@ class Objective:
         for name in config.weights:
             if name not in self.names:
                 raise ValueError(
-                    f"loss.weights names {name!r}, but no such head is trained. {nearest(name, self.names)}"
+                    f"loss.weights names {name!r}, but no such head is trained. {suggest(name, self.names)}"
                 )
         weights = {name: config.weights.get(name, 1.0) for name in self.names}
         total = sum(weights.values())

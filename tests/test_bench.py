@@ -11,15 +11,15 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from draftgrid.eval.bench import BenchConfig, settle
+from draftgrid.eval.bench import BenchConfig, resolve
 from draftgrid.eval.bench import run as bench
 from draftgrid.eval.chart import places, speed_chart
 from draftgrid.eval.decoders import DECODERS, Sampling, decode, make_policy
 from draftgrid.eval.generate import GenerateConfig
 from draftgrid.eval.generate import run as generate
-from draftgrid.eval.measure import Part, Plan, Run, interpolate, lengths_on, measure, speedup
+from draftgrid.eval.measure import DrawnBatch, Plan, Run, interpolate, lengths_on, measure, speedup
 from draftgrid.eval.metrics.likelihood import bootstrap, surprise
-from draftgrid.eval.setup import Decoder, demo_heads, load, parse_decoder, parse_decoders
+from draftgrid.eval.setup import DecoderSpec, demo_heads, load, parse_decoder, parse_decoders
 from draftgrid.eval.suites import every
 from draftgrid.heads.backbones import load_backbone
 from draftgrid.heads.config import HeadsConfig
@@ -121,26 +121,26 @@ def test_each_guidance_has_its_folder_and_one_needs_none(world: World, heads: Pa
 
 def test_what_is_given_wins_over_the_suite() -> None:
     config = BenchConfig(suite="all")
-    decoders, samplings, plan = settle(config)
+    decoders, samplings, plan = resolve(config)
     assert (config.images, plan.timed, plan.repeats, plan.batch_size, plan.quality_batch) == (200, 8, 3, 1, 8)
     assert [s.guidance for s in samplings] == [1, 3]
     assert demo_heads(decoders) == "runs/emoji_ssd/heads,runs/emoji_chain/heads"
-    assert decoders[0] == Decoder("ar") and len({d.text for d in decoders}) == len(decoders) > 35
+    assert decoders[0] == DecoderSpec("ar") and len({d.text for d in decoders}) == len(decoders) > 35
 
     config = BenchConfig(suite="all", images=12, timed=3, guidance=2.0, heads="mine", decoders="ssd,ar")
-    decoders, samplings, plan = settle(config)
+    decoders, samplings, plan = resolve(config)
     assert (config.images, plan.timed, config.heads) == (12, 3, "mine")
     assert [s.guidance for s in samplings] == [2] and [d.text for d in decoders] == ["ar", "ssd"]
-    assert [s.guidance for s in settle(BenchConfig(suite="all", guidances=[1.5]))[1]] == [1.5]
+    assert [s.guidance for s in resolve(BenchConfig(suite="all", guidances=[1.5]))[1]] == [1.5]
 
-    smoke, samplings, plan = settle(BenchConfig(suite="all", smoke=True))
+    smoke, samplings, plan = resolve(BenchConfig(suite="all", smoke=True))
     assert {d.name for d in smoke} == set(DECODERS) and len(smoke) < 15 and len(samplings) == plan.repeats == 1
-    assert [d.text for d in settle(BenchConfig(decoders="scd:window=64", smoke=True))[0]] == ["ar", "scd:window=64"]
+    assert [d.text for d in resolve(BenchConfig(decoders="scd:window=64", smoke=True))[0]] == ["ar", "scd:window=64"]
 
     config = BenchConfig()
-    assert [d.text for d in settle(config)[0]][:3] == ["ar", "scd:window=32", "ssd_coupled"]
+    assert [d.text for d in resolve(config)[0]][:3] == ["ar", "scd:window=32", "ssd_coupled"]
     assert (config.images, config.timed, config.heads) == (8, 0, "auto")
-    assert [d.text for d in settle(BenchConfig(decoders="scd"))[0]] == ["ar", "scd"]
+    assert [d.text for d in resolve(BenchConfig(decoders="scd"))[0]] == ["ar", "scd"]
 
 
 def test_pictures_and_counts_do_not_depend_on_which_of_them_are_timed(
@@ -239,7 +239,7 @@ def test_generate_writes_a_picture_per_prompt_that_decodes_from_its_tokens(
         ({"decoder": "ssd:rounds=two"}, "rounds is 'two'; use a whole number"),
         ({"decoder": "ssd:rounds"}, "'rounds' is not setting=value"),
         ({"decoder": "sdd"}, "unknown decoder 'sdd'. Did you mean 'ssd'"),
-        ({"heads": ""}, "heads is empty"),
+        ({"heads": "", "decoder": "ssd"}, "heads is empty"),
         ({"heads": "no/such/folder"}, "neither a folder nor a hub id"),
         ({"prompts": "nothing.txt"}, "prompts is 'nothing.txt'"),
         ({"images": -1}, "images is -1"),
@@ -300,7 +300,7 @@ def test_two_folders_of_one_kind_are_refused(world: World, heads: Path) -> None:
 
 def test_speed_is_the_median_of_paired_passes_and_its_interval_holds_it() -> None:
     def timed(decoder: str, seconds: list[list[float]]) -> Run:
-        return Run(Decoder(decoder), [[Part([i], None, s) for i, s in enumerate(once)] for once in seconds])  # type: ignore[arg-type]
+        return Run(DecoderSpec(decoder), [[DrawnBatch([i], None, s) for i, s in enumerate(once)] for once in seconds])  # type: ignore[arg-type]
 
     ar = timed("ar", [[4.0, 4.0], [4.0, 4.0], [40.0, 40.0]])
     run = timed("scd", [[1.0, 3.0], [1.0, 1.0], [10.0, 30.0]])
@@ -308,7 +308,7 @@ def test_speed_is_the_median_of_paired_passes_and_its_interval_holds_it() -> Non
     assert ratio == 2  # of 2, 4, 2: the slow pass is slow for both
     # Per picture, medians over the passes: 4 / 1 and 4 / 3; resampled pictures are (1, 1), (1, 3) or (3, 3).
     assert (low, high) == (pytest.approx(4 / 3), 4)
-    assert run.clocked(lambda part: part.seconds) == 4
+    assert run.seconds().sum(1).tolist() == [4, 2, 40]
 
 
 def test_forwards_are_timed_up_to_the_longest_window_the_grid_has_room_for() -> None:

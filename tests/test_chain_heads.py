@@ -136,7 +136,7 @@ def test_targets_are_all_cells_but_the_first_and_sources_the_left_ones(world) ->
 
 
 def test_drafts_at_temperature_zero_are_the_argmax_of_the_predictions(world) -> None:
-    """A decoder that commits its drafts untested would draw these; here the first window's births are read off."""
+    """A decoder that commits its drafts untested would draw these; here the first window's are read off."""
     from draftgrid.eval.decoders import make_policy
     from draftgrid.eval.decoders.engine import run
     from draftgrid.eval.decoders.kernels import Sampling
@@ -225,7 +225,7 @@ class TestExport:
         with pytest.raises(ValueError, match="these heads belong to backbone"):
             MTPHeads.from_pretrained(tmp_path / "heads", tiny_emu3((3, 4), codes=25))
 
-    @pytest.mark.parametrize("decoder", ["ssd", "chain"])
+    @pytest.mark.parametrize("decoder", ["ssd", "mtp1d"])
     def test_decoders_of_offset_heads_refuse_them_in_one_sentence(self, decoder: str) -> None:
         backbone = tiny_emu3((3, 4))
         heads = new_heads(HeadsConfig(kind="chain"), backbone)

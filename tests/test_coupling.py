@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftgrid.eval.decoders import DECODERS, Sampling, decode, make_policy
 from draftgrid.eval.decoders.engine import Canvas, Policy, run
-from draftgrid.eval.decoders.jacobi import BIRTHS, SCD, SJD
+from draftgrid.eval.decoders.jacobi import INITIAL, SCD, SJD
 from draftgrid.eval.decoders.kernels import gumbel_argmax, transport
 from draftgrid.eval.decoders.randomness import SeededSource, Where
 from draftgrid.heads.config import HeadsConfig
@@ -90,13 +90,13 @@ class TestGumbelFixedPoint:
             pictures[:, i] = (rows.log_softmax(-1) + g).argmax(-1)
         return pictures
 
-    def test_it_is_ar_token_for_token_for_a_thousand_seeds_any_window_and_any_birth(self) -> None:
+    def test_it_is_ar_token_for_token_for_a_thousand_seeds_any_window_and_any_initial_token(self) -> None:
         backbone, count = TableBackbone((2, 3), 3), 1000
         expected = self.ar_with_noise(backbone, count)
-        for window, birth in itertools.product([1, 2, 3, 7, 6], BIRTHS):
-            policy = make_policy("gumbel_fixed_point", window=window, birth=birth)
+        for window, initial in itertools.product([1, 2, 3, 7, 6], INITIAL):
+            policy = make_policy("gumbel_fixed_point", window=window, initial=initial)
             drawn = run(backbone, ["x"] * count, policy, PLAIN, source=SeededSource(7)).tokens
-            assert torch.equal(drawn.flatten(1), expected), (window, birth)
+            assert torch.equal(drawn.flatten(1), expected), (window, initial)
 
 
 def test_gumbel_collisions_follow_their_formula_and_its_bounds() -> None:
@@ -156,8 +156,8 @@ def world():
 
 CASES = [(name, {}) for name in DECODERS] + [
     ("scd", {"coupling": "gumbel", "window": 5}),
-    ("scd", {"birth": "above", "window": 3}),
-    ("sjd", {"birth": "onehot", "window": 30}),
+    ("scd", {"initial": "above", "window": 3}),
+    ("sjd", {"initial": "onehot", "window": 30}),
     ("ssd_coupled", {"coupling": "maximal", "window": 6}),
     ("ssd_coupled", {"window": 9, "sweeps": 0, "uniform": 0.1}),
     ("ssd", {"rounds": 2, "rows_in_flight": 3}),
@@ -206,7 +206,7 @@ class TestEveryDecoder:
                 if isinstance(policy, SJD):
                     assert n == was == grid.positions or 1 <= n - was <= max(policy.window, 6)
                     assert canvas.cached[b] == n - 1
-                    record = policy.record[b, : canvas.ahead[b]]
+                    record = policy.proposal[b, : canvas.ahead[b]]
                     torch.testing.assert_close(record.sum(-1), torch.ones(len(record)), atol=1e-5, rtol=0)
                     drafts = canvas.tokens[b, n : n + canvas.ahead[b], None]
                     assert (record.gather(-1, drafts) > 0).all()
@@ -236,7 +236,7 @@ def test_every_shape_of_picture_is_filled_and_greedy_is_greedy_ar(
         assert torch.equal(drawn.tokens, greedy) and drawn.tokens.shape == (1, *grid)
 
 
-def test_births_are_accepted_as_often_as_their_distributions_overlap() -> None:
+def test_initial_tokens_are_accepted_as_often_as_their_distributions_overlap() -> None:
     """One draft, at position 1: the share accepted is 1 - TV(q, p) within 3 sigma."""
     backbone, count = TableBackbone((1, 3), 3), 5000
     heads = ArbitraryHeads(backbone, HeadsConfig(right=1, down=0))
@@ -262,5 +262,5 @@ def test_coupling_beats_redrawing_and_uniform_records_beat_certain_ones_on_a_fla
     scd = {w: steps("scd", window=w) for w in (8, 16, 32)}
     assert scd[16] < 0.8 * sjd[16] and scd[32] < 0.8 * sjd[32] and scd[32] < scd[16] < scd[8]
     assert abs(sjd[32] - sjd[16]) < 0.2 * sjd[16], sjd
-    assert steps("scd", window=16, birth="onehot") > scd[16]
+    assert steps("scd", window=16, initial="onehot") > scd[16]
     assert steps("scd", window=32, coupling="gumbel") < 0.8 * sjd[32]

@@ -2,22 +2,26 @@
 
 import math
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from draftgrid.eval.decoders import Sampling, decode
+from draftgrid.eval.decoders import Sampling, default_decoder
+from draftgrid.eval.decoders import decode as decode_by_default
 from draftgrid.eval.decoders.ar import AR
 from draftgrid.eval.decoders.engine import run
 from draftgrid.eval.decoders.kernels import transport
 from draftgrid.eval.decoders.randomness import SeededSource, Where
 from draftgrid.eval.decoders.ssd import SSD
+from draftgrid.eval.metrics.likelihood import surprise
 from draftgrid.heads.config import HeadsConfig
 from draftgrid.heads.grid import Offset
 from draftgrid.heads.mtp import new_heads
 from tests.tiny import CAPTIONS, ArbitraryHeads, Replay, TableBackbone, enumerate_law, tiny_emu3, total_variation
 
+decode = partial(decode_by_default, decoder="ssd")
 SETTINGS = [Sampling(), Sampling(top_k=2), Sampling(temperature=0.5, top_p=0.9)]
 
 
@@ -397,3 +401,36 @@ def test_wrong_calls_are_told(call, message: str) -> None:
     backbone = tiny_emu3((2, 3))
     with pytest.raises(ValueError, match=message):
         call(backbone, new_heads(HeadsConfig(right=1, down=1), backbone))
+
+
+@pytest.mark.parametrize("config", [None, HeadsConfig(right=2, down=1), HeadsConfig(kind="chain")])
+def test_the_default_decoder_takes_whatever_heads_are_given_and_is_exact(config: HeadsConfig | None) -> None:
+    backbone = tiny_emu3((3, 4))
+    heads = None if config is None else new_heads(config, backbone).requires_grad_(False)
+    result = decode_by_default(backbone, ["blue"], heads)
+    named = decode_by_default(backbone, ["blue"], heads, decoder=default_decoder(heads is not None))
+    assert result.exact and torch.equal(result.tokens, named.tokens)
+
+
+def test_former_names_are_answered_with_the_new_ones() -> None:
+    with pytest.raises(ValueError, match="decoder 'chain' is now called 'mtp1d'"):
+        decode_by_default(tiny_emu3((3, 4)), ["blue"], decoder="chain")
+    with pytest.raises(ValueError, match=r"no setting 'birth'\. It is now called 'initial'"):
+        decode_by_default(tiny_emu3((3, 4)), ["blue"], decoder="scd", birth="left")
+
+
+def test_phases_are_timed_only_when_asked_for() -> None:
+    backbone = tiny_emu3((3, 4))
+    for phases in (False, True):
+        stats = run(backbone, ["blue"], AR(), Sampling(), phases=phases).stats
+        assert (stats.seconds_forward > 0) == (stats.seconds_verify > 0) == phases
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_likelihood_in_chunks_is_that_of_all_positions_at_once(guidance: float) -> None:
+    backbone = tiny_emu3((3, 4))
+    tokens = decode_by_default(backbone, CAPTIONS[:2], decoder="ar").tokens
+    whole = surprise(backbone, tokens, CAPTIONS[:2], Sampling(guidance))
+    parts = surprise(backbone, tokens, CAPTIONS[:2], Sampling(guidance), chunk=10)
+    for a, b in zip(whole, parts, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)

@@ -323,7 +323,7 @@ def test_a_lossy_decoder_is_refused_by_name_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("text", ["ar", "sjd", "scd", "gumbel_fixed_point", "chain", "ssd_coupled"])
+@pytest.mark.parametrize("text", ["ar", "sjd", "scd", "gumbel_fixed_point", "mtp1d", "ssd_coupled"])
 def test_every_exact_decoder_may_draw(text: str) -> None:
     check_exact(parse_decoder(text))
 

@@ -14,11 +14,11 @@ from tests.tiny import CAPTIONS, random_chain_heads, tiny_emu3
 VQ = PatchVQ(torch.rand(24, 12, generator=torch.Generator().manual_seed(0)), patch=2, image_size=8)
 CASES: list[tuple[str, dict]] = [
     ("ar", {}),
-    ("sjd", {"window": 40, "birth": "above"}),
-    ("scd", {"window": 4, "birth": "left"}),
+    ("sjd", {"window": 40, "initial": "above"}),
+    ("scd", {"window": 4, "initial": "left"}),
     ("scd", {"window": 6, "coupling": "gumbel"}),
     ("gumbel_fixed_point", {"window": 5}),
-    ("chain", {"length": 3}),
+    ("mtp1d", {"length": 3}),
     ("ssd_coupled", {"window": 4, "coupling": "maximal", "heads": "chain"}),
     ("ssd_coupled", {"window": 40, "coupling": "maximal", "heads": "offsets", "uniform": 0.1}),
     ("ssd_coupled", {"window": 40, "coupling": "gumbel", "heads": "chain"}),

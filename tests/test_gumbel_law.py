@@ -15,7 +15,7 @@ from torch import Tensor
 from draftgrid.eval.decoders import Policy, Sampling, jacobi, make_policy
 from draftgrid.eval.decoders.coupled import CoupledSSD
 from draftgrid.eval.decoders.engine import Canvas, run
-from draftgrid.eval.decoders.jacobi import BIRTHS, SCD
+from draftgrid.eval.decoders.jacobi import INITIAL, SCD
 from draftgrid.eval.decoders.kernels import gumbel_argmax
 from draftgrid.eval.decoders.randomness import Where
 from draftgrid.heads.config import HeadsConfig
@@ -130,11 +130,11 @@ def distance(
     )
 
 
-@pytest.mark.parametrize("birth", BIRTHS)
-def test_scd_and_the_fixed_point_are_lossless_with_every_birth(birth: str) -> None:
-    backbone = TableBackbone((1, 5), 2) if birth != "above" else TableBackbone((2, 2), 2)
-    assert distance(backbone, "scd", window=3, birth=birth, coupling="gumbel") < 1e-10
-    assert distance(backbone, "gumbel_fixed_point", window=4, birth=birth) < 1e-10
+@pytest.mark.parametrize("initial", INITIAL)
+def test_scd_and_the_fixed_point_are_lossless_with_every_initial_token(initial: str) -> None:
+    backbone = TableBackbone((1, 5), 2) if initial != "above" else TableBackbone((2, 2), 2)
+    assert distance(backbone, "scd", window=3, initial=initial, coupling="gumbel") < 1e-10
+    assert distance(backbone, "gumbel_fixed_point", window=4, initial=initial) < 1e-10
 
 
 @pytest.mark.parametrize("window", [1, 2, 9])
@@ -204,8 +204,8 @@ class TestMutants:
         class Uniform(SCD):
             def draft(self, canvas: Canvas) -> None:
                 super().draft(canvas)
-                assert self.record is not None
-                self.record = torch.where(self.record.sum(-1, keepdim=True) > 0, 0.5, self.record)
+                assert self.proposal is not None
+                self.proposal = torch.where(self.proposal.sum(-1, keepdim=True) > 0, 0.5, self.proposal)
 
         assert self.far(lambda: Uniform(4, coupling="gumbel")) > 1e-3
 

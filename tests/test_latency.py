@@ -15,7 +15,7 @@ from draftgrid.common.cli import compose_plain, main
 from draftgrid.eval import bench, latency
 from draftgrid.eval.decoders import Sampling
 from draftgrid.eval.latency import SETTINGS, LatencyConfig, picture, resume
-from draftgrid.eval.setup import Decoder, Loaded
+from draftgrid.eval.setup import DecoderSpec, Loaded
 from draftgrid.heads.backbones.random import random_backbone
 from draftgrid.recipes.launch.schema import RECIPES
 
@@ -72,7 +72,7 @@ def test_a_picture_takes_the_sum_of_its_steps() -> None:
 def test_a_picture_taken_up_in_the_middle_ends_as_it_would_have(family: str) -> None:
     backbone = random_backbone(family, 2, GRID, torch.float64, narrow=True)
     loaded = Loaded(backbone, None, {}, latency.CAPTION, Sampling(2.0, temperature=0))  # type: ignore[arg-type]
-    tokens = loaded.draw(Decoder("ar"), [0], 0).tokens.view(1, -1)
+    tokens = loaded.draw(DecoderSpec("ar"), [0], 0).tokens.view(1, -1)
     assert len(tokens.unique()) > 2  # a picture of one code would end alike from anywhere
     for place in (0, 1, GRID[1], 37):
         canvas, rest = resume(loaded, tokens, place)

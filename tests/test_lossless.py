@@ -1,7 +1,7 @@
 """Every decoder that claims the backbone's law has it: all paths of the production class, enumerated, to 1e-10.
 
-Positions n, n + 1, ... need two drafts at once before a wrong record shows, and the first token costs a forward of its
-own, so pictures have at least four cells and windows at least three tokens (shorter ones as well).
+Positions n, n + 1, ... need two drafts at once before a wrong proposal shows, and the first token costs a forward of
+its own, so pictures have at least four cells and windows at least three tokens (shorter ones as well).
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from draftgrid.eval.decoders import Policy, Sampling, drafters, make_policy
-from draftgrid.eval.decoders.chain import Chain
 from draftgrid.eval.decoders.engine import Canvas
-from draftgrid.eval.decoders.jacobi import BIRTHS, SCD, SJD
+from draftgrid.eval.decoders.jacobi import INITIAL, SCD, SJD
+from draftgrid.eval.decoders.mtp1d import MTP1D
 from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.chain import ChainHeads
 from draftgrid.heads.chain_tables import LinearTables
@@ -63,10 +63,10 @@ def arbitrary(backbone: TableBackbone, seed: int = 0) -> ArbitraryHeads:
 
 
 class TestJacobi:
-    @pytest.mark.parametrize("birth", BIRTHS)
+    @pytest.mark.parametrize("initial", INITIAL)
     @pytest.mark.parametrize("decoder", ["sjd", "scd"])
-    def test_every_birth_is_lossless(self, decoder: str, birth: str) -> None:
-        assert distance(TableBackbone((2, 2), 3), decoder, window=3, birth=birth) < 1e-10
+    def test_every_initial_token_is_lossless(self, decoder: str, initial: str) -> None:
+        assert distance(TableBackbone((2, 2), 3), decoder, window=3, initial=initial) < 1e-10
 
     @pytest.mark.parametrize("decoder", ["sjd", "scd"])
     def test_shortest_windows_and_one_longer_than_the_picture_are_lossless(self, decoder: str) -> None:
@@ -76,12 +76,12 @@ class TestJacobi:
     @pytest.mark.parametrize("decoder", ["sjd", "scd"])
     def test_filters_that_differ_between_contexts_keep_it_lossless(self, decoder: str) -> None:
         for sampling in (TOP_K, NUCLEUS, ALL):
-            assert distance(TableBackbone((2, 2), 3), decoder, sampling, window=3, birth="onehot") < 1e-10
+            assert distance(TableBackbone((2, 2), 3), decoder, sampling, window=3, initial="onehot") < 1e-10
 
     def test_drafts_that_wait_for_several_forwards_are_lossless(self) -> None:
-        """Six cells: a draft is moved from its birth to p, and to p again, before it is tested."""
+        """Six cells: a draft is moved from its initial to p, and to p again, before it is tested."""
         assert distance(TableBackbone((2, 3), 2), "scd", window=4) < 1e-10
-        assert distance(TableBackbone((3, 2), 2), "sjd", window=3, birth="above") < 1e-10
+        assert distance(TableBackbone((3, 2), 2), "sjd", window=3, initial="above") < 1e-10
 
     def test_logits_of_half_precision_are_lossless_in_what_they_say(self) -> None:
         """Tokens drawn from a rounded distribution, tested by an unrounded one, would show here."""
@@ -92,24 +92,24 @@ class TestJacobi:
 
         assert distance(Half((2, 2), 3), "scd", window=3) < 1e-6
         backbone = Half((1, 4), 2)
-        assert distance(backbone, "chain", heads=arbitrary(backbone), length=3) < 1e-6
+        assert distance(backbone, "mtp1d", heads=arbitrary(backbone), length=3) < 1e-6
 
 
 class TestChain:
     @pytest.mark.parametrize("codes,sampling", [(2, PLAIN), (3, TOP_K), (3, ALL)])
     def test_three_drafts_to_the_right_are_lossless(self, codes: int, sampling: Sampling) -> None:
         backbone = TableBackbone((1, 4), codes)
-        assert distance(backbone, "chain", sampling, arbitrary(backbone), length=3) < 1e-10
+        assert distance(backbone, "mtp1d", sampling, arbitrary(backbone), length=3) < 1e-10
 
     def test_chains_that_stop_at_row_ends_are_lossless(self) -> None:
         backbone = TableBackbone((2, 3), 2)
-        assert distance(backbone, "chain", heads=arbitrary(backbone), length=2) < 1e-10
+        assert distance(backbone, "mtp1d", heads=arbitrary(backbone), length=2) < 1e-10
 
     @pytest.mark.parametrize("twist,sampling", [(reversed_logits, TOP_K), (zero_at_the_mode, PLAIN)])
     def test_the_worst_heads_cost_steps_and_not_the_law(self, twist: Twist, sampling: Sampling) -> None:
         backbone = TableBackbone((1, 4), 3)
         heads = TwistedHeads(backbone, HeadsConfig(right=3, down=0), twist)
-        assert distance(backbone, "chain", sampling, heads, length=2) < 1e-10
+        assert distance(backbone, "mtp1d", sampling, heads, length=2) < 1e-10
 
 
 MAXIMAL = {"window": 3, "coupling": "maximal"}
@@ -205,9 +205,9 @@ class TestNetwork:
         [
             ("ar", {}, None, PLAIN),
             ("ar", {}, None, GUIDED),
-            ("sjd", {"window": 3, "birth": "above"}, None, GUIDED),
+            ("sjd", {"window": 3, "initial": "above"}, None, GUIDED),
             ("scd", {"window": 3}, None, GUIDED),
-            ("chain", {"length": 1}, "offsets", GUIDED),
+            ("mtp1d", {"length": 1}, "offsets", GUIDED),
             ("ssd_coupled", MAXIMAL, "offsets", PLAIN),
             ("ssd_coupled", MAXIMAL, "offsets", GUIDED),
             ("ssd_coupled", MAXIMAL, "chain", PLAIN),
@@ -255,28 +255,28 @@ def test_two_samples_of_a_batch_are_independent(decoder: str, settings: dict) ->
 
 
 class StaleRecord(SCD):
-    """Keeps the old record of what is right of the rejection, as the released Lumina and Janus code does."""
+    """Keeps the old proposal of what is right of the rejection, as the released Lumina and Janus code does."""
 
     def verify(self, canvas: Canvas, p: Tensor) -> None:
-        self.stale = None if self.record is None else self.record.clone()
+        self.stale = None if self.proposal is None else self.proposal.clone()
         super().verify(canvas, p)
 
     def draft(self, canvas: Canvas) -> None:
         super().draft(canvas)
-        assert self.record is not None
+        assert self.proposal is not None
         for b, (old, n, carried) in enumerate(zip(self.n, canvas.committed, self.fresh, strict=True)):
             if self.stale is not None:
                 kept = self.stale[b, n - old : n - old + carried]
                 had = kept.sum(-1, keepdim=True) > 0
-                self.record[b, :carried] = torch.where(had, kept, self.record[b, :carried])
+                self.proposal[b, :carried] = torch.where(had, kept, self.proposal[b, :carried])
 
 
 class FromP(SJD):
     """Draws the first rejected token from p instead of the residual, as the released Cosmos baseline does."""
 
     def move(self, canvas: Canvas, y: Tensor, kept: Tensor, beyond: Tensor, inside: Tensor) -> Tensor:
-        assert self.record is not None
-        self.record.zero_()
+        assert self.proposal is not None
+        self.proposal.zero_()
         return super().move(canvas, y, kept, beyond, inside)
 
 
@@ -285,28 +285,28 @@ class CutByToken(SJD):
 
     def draft(self, canvas: Canvas) -> None:
         super().draft(canvas)
-        assert self.record is not None
+        assert self.proposal is not None
         for b, (n, a) in enumerate(zip(canvas.committed, canvas.ahead, strict=True)):
             cut = [d for d in range(a) if canvas.tokens[b, n + d] == 0]
             canvas.ahead[b] = cut[0] if cut else a
-            self.record[b, canvas.ahead[b] :] = 0
-        self.record = self.record[:, : max(canvas.ahead) + 1]
+            self.proposal[b, canvas.ahead[b] :] = 0
+        self.proposal = self.proposal[:, : max(canvas.ahead) + 1]
 
 
 class MixedCommit(SCD):
-    """Goes by the mixture of p and the record where p alone may decide."""
+    """Goes by the mixture of p and the proposal where p alone may decide."""
 
     def verify(self, canvas: Canvas, p: Tensor) -> None:
-        if self.record is not None:
-            p = torch.where(self.record.sum(-1, keepdim=True) > 0, torch.lerp(p, self.record, 0.5), p)
+        if self.proposal is not None:
+            p = torch.where(self.proposal.sum(-1, keepdim=True) > 0, torch.lerp(p, self.proposal, 0.5), p)
         super().verify(canvas, p)
 
 
-class ArgmaxBySampledRecord(Chain):
-    """Drafts the heads' most likely token but records their distribution."""
+class ArgmaxBySampledRecord(MTP1D):
+    """Drafts the heads' most likely token but proposals their distribution."""
 
-    def born(self, canvas: Canvas, rows: slice, start: int, count: int) -> tuple[Tensor, Tensor]:
-        _, q = super().born(canvas, rows, start, count)
+    def propose(self, canvas: Canvas, rows: slice, start: int, count: int) -> tuple[Tensor, Tensor]:
+        _, q = super().propose(canvas, rows, start, count)
         return q.argmax(-1), q
 
 
@@ -319,7 +319,7 @@ class ArgmaxBySampledRecord(Chain):
         lambda: MixedCommit(3),
         lambda: ArgmaxBySampledRecord(1),
     ],
-    ids=["stale record", "resampled from p", "cut by its token", "mixture commits", "argmax"],
+    ids=["stale proposal", "resampled from p", "cut by its token", "mixture commits", "argmax"],
 )
 def test_what_breaks_the_law_is_seen(mutant: Callable[[], Policy]) -> None:
     backbone = TableBackbone((1, 4), 3)

@@ -63,7 +63,7 @@ def test_exported_and_loaded_again_they_draw_the_same(form: str, tmp_path: Path)
     assert loaded.describe() == heads.describe() and loaded.config == heads.config
     decoders = [("ssd_coupled", {"window": 5}), ("ssd_coupled", {"coupling": "maximal"})]
     if heads.kind == "offsets":
-        decoders += [("ssd", {"rounds": 1}), ("chain", {"length": 2})]
+        decoders += [("ssd", {"rounds": 1}), ("mtp1d", {"length": 2})]
     for decoder, settings in decoders:
         one, two = (decode(backbone, CAPTIONS, h, decoder=decoder, guidance=2.0, **settings) for h in (heads, loaded))
         assert torch.equal(one.tokens, two.tokens)
@@ -106,7 +106,7 @@ def test_an_oracle_of_either_state_is_accepted_everywhere(target: str) -> None:
     for name in module.pairs:
         assert module.means[f"acceptance/{name}"].compute().item() == pytest.approx(1, abs=1e-5)
         assert module.means[f"smooth_l1/{name}"].compute().item() == pytest.approx(0, abs=1e-8)
-    for decoder in ("ssd", "chain"):
+    for decoder in ("ssd", "mtp1d"):
         result = decode(backbone, ["blue"], heads, decoder=decoder, temperature=0)
         assert torch.equal(result.tokens, picture)
         assert set(result.stats.acceptance.values()) == {1.0}

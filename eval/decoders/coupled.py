@@ -1,6 +1,6 @@
-"""Coupled SSD: heads draft, SCD's coupling keeps the law exactly the backbone's, whatever the heads are.
+"""Coupled SSD: heads draft, SCD's coupling keeps the distribution exactly the backbone's, whatever the heads are.
 
-The heads' q is a position's birth record; then the window goes on as in SCD. What trained heads add is the refresh:
+The heads' q is a position's first proposal; then the window continues as in SCD. What trained heads add is the refresh:
 right of the run's end p was computed under tokens some of which have just changed, so a position does not move to p but
 to r = (1 - w) p + w q, q the heads' fresh word with the new left token. That is a transport like any other as long as w
 looks only to the left; positions that are committed always go by p itself.
@@ -24,11 +24,11 @@ class CoupledSSD(SJD):
 
     The weight of q is `refresh` right of a token that has changed since p was computed, and `decay` times as much with
     every token further right: the run's end has changed, and the further back the last change, the better p still is.
-    A birth is drawn from q mixed with `uniform` parts of the uniform distribution.
+    An initial token is drawn from q mixed with `uniform` parts of the uniform distribution.
 
     Positions are drawn from left to right, each q with its new left token. With the Gumbel coupling those that had a
     token move together instead, `sweeps` times (0: one by one), each sweep with the left tokens of the one before. The
-    last sweep's r is the record of what is drawn from it, and looks only to the left: exact for any number of sweeps.
+    last sweep's r is the proposal of what is drawn from it, and looks only to the left: exact for any number of sweeps.
     """
 
     name = "ssd_coupled"
@@ -47,7 +47,7 @@ class CoupledSSD(SJD):
         self.coupling = one_of("coupling", coupling, COUPLINGS)
         self.refresh, self.decay = number("refresh", refresh, 0, 1), number("decay", decay, 0, 1)
         self.uniform, self.sweeps = number("uniform", uniform, 0, 1), whole("sweeps", sweeps, 0)
-        self.birth = "heads"
+        self.initial = "heads"
 
     def begin(self, canvas: Canvas) -> None:
         if isinstance(canvas.heads, ChainHeads):
@@ -62,9 +62,9 @@ class CoupledSSD(SJD):
 
     def move(self, canvas: Canvas, y: Tensor, kept: Tensor, beyond: Tensor, inside: Tensor) -> Tensor:
         """The residual where the run ends. Right of it nothing moves yet: `draft` does that."""
-        assert self.record is not None
+        assert self.proposal is not None
         where = canvas.where(self.n, y.shape[1])
-        weights = (self.p - self.record).clamp_min_(0)
+        weights = (self.p - self.proposal).clamp_min_(0)
         return redraw(y, beyond != 0, weights, canvas.source, where, inside)[0]
 
     def draft(self, canvas: Canvas) -> None:
@@ -72,11 +72,11 @@ class CoupledSSD(SJD):
         a = canvas.ahead = self.lengths(canvas)
         self.fresh = carried = self.carried(canvas)
         B, A = len(n), max(a)
-        old, self.record = self.record, self.p.new_zeros(B, A + 1, V)
+        old, self.proposal = self.proposal, self.p.new_zeros(B, A + 1, V)
         if not A:
             return
         assert old is not None
-        # Per column: p of what had a token, and its old record or its noise.
+        # Per column: p of what had a token, and its old proposal or its noise.
         self.target = self.p.new_zeros(B, max(carried), V)
         self.aside = self.noise.take(n, A)[0] if self.coupling == "gumbel" else self.p.new_zeros(B, A, V)
         for rows, (m, new, c) in in_step(self.n, n, carried):
@@ -101,7 +101,7 @@ class CoupledSSD(SJD):
                 canvas.tokens[rows, m : m + min(d, high)] = self.y[rows, 2 : 2 + min(d, high)]
         if len(set(a)) > 1:
             for b, d in enumerate(a):
-                self.record[b, d:] = 0
+                self.proposal[b, d:] = 0
 
     def _pieces(self, low: int, high: int, sweeps: int) -> list[slice]:
         """The columns low .. high - 1 in the pieces they are drawn in."""
@@ -113,21 +113,21 @@ class CoupledSSD(SJD):
 
     def _move(self, canvas: Canvas, here: slice, opened: slice, weights: Tensor) -> None:
         """Move what had a token to r = (1 - w) p + w q by its coupling."""
-        assert self.record is not None
+        assert self.proposal is not None
         q = self.drafter.q(opened, self.y[:, here.start : here.stop + 1])
         r = torch.lerp(self.target[:, here], q, weights.to(q))
         if self.coupling == "gumbel":
             moved = gumbel_argmax(r, self.aside[:, here])
         else:
             y, old, where = self.before[:, here], self.aside[:, here], self._where(canvas, here)
-            # Behind the last drafts the forward gave a p but no token: with no record to come from, it is drawn from r.
+            # After the last drafts the forward gave a p but no token: without a proposal, it is drawn from r.
             kept = keep(y, old, r, canvas.source, where) & (old.gather(-1, y[..., None])[..., 0] > 0)
             moved, _ = redraw(y, kept, (r - old).clamp_min_(0), canvas.source, where, self._there(here))
-        self.record[:, here], self.y[:, here.start + 2 : here.stop + 2] = r, moved
+        self.proposal[:, here], self.y[:, here.start + 2 : here.stop + 2] = r, moved
 
     def _bear(self, canvas: Canvas, here: slice, opened: slice) -> None:
-        """Draw births from q; in a batch out of step some samples have a token here already, and keep it."""
-        assert self.record is not None
+        """Draw initial tokens from q; in a batch out of step some samples have a token here already, and keep it."""
+        assert self.proposal is not None
         after = slice(here.start + 2, here.stop + 2)
         r = self.drafter.q(opened, self.y[:, here.start : here.stop + 1])
         if self.uniform:
@@ -138,9 +138,9 @@ class CoupledSSD(SJD):
         else:
             drawn = canvas.source.draw(r, self._where(canvas, here), None if there is None else ~there)
         if there is not None:
-            r = torch.where(there[..., None], self.record[:, here], r)
+            r = torch.where(there[..., None], self.proposal[:, here], r)
             drawn = torch.where(there, self.y[:, after], drawn)
-        self.record[:, here], self.y[:, after] = r, drawn
+        self.proposal[:, here], self.y[:, after] = r, drawn
 
     def _where(self, canvas: Canvas, here: slice) -> Where:
         return canvas.where([n + here.start for n in canvas.committed], here.stop - here.start)

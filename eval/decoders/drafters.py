@@ -1,7 +1,7 @@
 """Draft distributions for a window of positions, from either kind of heads.
 
 A drafter says, for positions left to right, the distribution q of the next token from what lies above and to the left.
-It never looks at a position itself or to its right: that is what makes q a lawful record.
+It never looks at a position itself or to its right: that is what makes q a valid proposal.
 """
 
 from abc import ABC, abstractmethod
@@ -49,7 +49,7 @@ class ChainDrafter(Drafter):
         self.canvas, self.heads, self.tables = canvas, heads, chain_tables(heads, canvas.backbone)
         grid = canvas.grid
         self.reach = grid.width
-        self.settled = grid.width - max(x for _, x in heads.above)
+        self.lasting = grid.width - max(x for _, x in heads.above)
         self.around = grid.around(torch.arange(grid.positions, device=canvas.backbone.device), heads.above)
         self.no_left = canvas.backbone.image_vocab_size
         self.kept = Sliding(self._trunk)
@@ -89,7 +89,7 @@ class ChainDrafter(Drafter):
     def open(self, canvas: Canvas, first: Sequence[int], count: int) -> None:
         self.first = list(first)
         if all(f == n for f, n in zip(first, canvas.committed, strict=True)):
-            self.base, self.c = self.kept.take(first, count, self.settled)
+            self.base, self.c = self.kept.take(first, count, self.lasting)
             if recent := min(self.heads.config.recent, count):
                 both = zip(self._near(first, recent), (self.base, self.c), strict=True)
                 self.base, self.c = (torch.cat([near, rest[:, recent:]], dim=1) for near, rest in both)

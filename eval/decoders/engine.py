@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftgrid.common.timing import settle
+from draftgrid.common.timing import synchronize
 from draftgrid.eval.decoders.kernels import Sampling
 from draftgrid.eval.decoders.randomness import RandomSource, SeededSource, Where
 from draftgrid.heads.backbones.base import Backbone, DecodeState
@@ -37,11 +37,13 @@ class Stats:
     """(B,) forwards until each sample was finished; the slowest one's is `nfe`."""
     tokens_forwarded: int = 0
     """Image tokens fed, summed over forwards, per sample."""
+    phases: bool = False
+    """Whether the seconds below are taken. Each phase then waits for the device twice, so decoding itself is slower."""
     seconds_forward: float = 0.0
     seconds_verify: float = 0.0
     seconds_draft: float = 0.0
     drafted: dict[str, list[int]] = field(default_factory=dict)
-    """Per kind of draft (an offset's name, a birth's): [drafts accepted at their first test, drafts tested]."""
+    """By kind of draft (an offset, a kind of initial token): [drafts accepted at their first test, drafts tested]."""
     cells: Tensor = field(default_factory=lambda: torch.zeros(0))
     """(2, H, W): accepted and tested drafts per grid cell."""
     changed: list[int] = field(default_factory=lambda: [0, 0])
@@ -63,10 +65,13 @@ class Stats:
 
     @contextmanager
     def clock(self, name: str, device: torch.device) -> Iterator[None]:
-        settle(device)
+        if not self.phases:
+            yield
+            return
+        synchronize(device)
         begun = time.perf_counter()
         yield
-        settle(device)
+        synchronize(device)
         setattr(self, name, getattr(self, name) + time.perf_counter() - begun)
 
 
@@ -106,7 +111,7 @@ class DecodeResult:
     """(B, H, W) codes."""
     stats: Stats
     exact: bool
-    """True if the decoder's law is the backbone's, for any heads."""
+    """True if pictures have the backbone's own distribution, for any heads."""
 
 
 def in_step(*numbers: Sequence[int]) -> Iterator[tuple[slice, tuple[int, ...]]]:
@@ -188,7 +193,7 @@ class Canvas:
         self.cached = [0] * B
         """(B,) tokens the backbone's cache holds in their final form; the next forward feeds on from here."""
         self.ahead = [0] * B
-        """(B,) drafted tokens behind the committed ones that the next forward feeds."""
+        """(B,) drafted tokens after the committed ones that the next forward feeds."""
         self.hidden: Tensor | None = None
         """(G, B, T, D) newest state of every position, as the heads read it; kept only for heads."""
         self.known = [0] * B
@@ -212,7 +217,7 @@ class Canvas:
         self.cached = [max(0, n - 1) for n in self.committed]
 
     def window(self, first: Sequence[int], count: int) -> Tensor:
-        """(B, count) tokens from first[b] on; 0 behind the end."""
+        """(B, count) tokens from first[b] on; 0 after the end."""
         T = self.grid.positions
         if len(set(first)) == 1 and first[0] + count <= T:
             return self.tokens[:, first[0] : first[0] + count]
@@ -260,7 +265,7 @@ class Policy(ABC):
         """
 
     def draft(self, canvas: Canvas) -> None:  # noqa: B027 - optional
-        """Write drafts behind the committed tokens and set canvas.ahead."""
+        """Write drafts after the committed tokens and set canvas.ahead."""
 
 
 @torch.inference_mode()
@@ -275,8 +280,11 @@ def run(
     source: RandomSource | None = None,
     tokenizer: ImageTokenizer | None = None,
     callback: RowCallback | None = None,
+    phases: bool = False,
 ) -> DecodeResult:
     """Draw one picture per prompt. `samples` are the pictures' numbers in a larger job (default 0, 1, ...).
+
+    `phases` measures the seconds of forward, verify and draft, for which it waits for the device at each.
 
     Raises ValueError if there is no prompt, if the policy needs heads and has none, or if they are another backbone's.
     """
@@ -305,6 +313,7 @@ def run(
     numbers = list(range(len(prompts)) if samples is None else samples)
     heads = heads if policy.drafts_with else None
     canvas = Canvas(backbone, heads, sampling, source or SeededSource(seed), numbers, tokenizer)
+    canvas.stats.phases = phases
     policy.begin(canvas)
     with canvas.stats.clock("seconds_forward", device):
         state, h = backbone.start(prompts, sampling.guidance)
@@ -320,7 +329,7 @@ def run(
 def steps(canvas: Canvas, policy: Policy, state: DecodeState, h: Tensor) -> Iterator[None]:
     """Step after step until the canvas is full: test what the last forward says, draft, go forward.
 
-    The state has read the committed tokens, and h (G, B, 1, D) are the states behind them.
+    The state has read the committed tokens, and h (G, B, 1, D) are the states after them.
     """
     backbone, heads, stats, device = canvas.backbone, canvas.heads, canvas.stats, canvas.tokens.device
     first = [n - 1 for n in canvas.committed]

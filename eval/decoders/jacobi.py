@@ -1,9 +1,10 @@
 """Jacobi windows: draft a window of tokens, test all at once, commit the accepted run, redraw what is right of it.
 
-Every drafted position carries its token y and its record q, the exact law of y given everything to its left. A forward
-yields p for the whole window. Position by position y is kept with min(1, p / q); the first that fails takes the
-residual and ends the run; right of it tokens are redrawn and their record becomes p. This is exact for any drafts: a
-position's record, and everything that decides about it, look only to its left, and its randomness is its own.
+Every drafted position carries its token y and its proposal q, the exact distribution of y given everything to its left.
+A forward yields p for the whole window. Position by position y is kept with min(1, p / q); the first that fails takes
+the residual and ends the run; right of it tokens are redrawn and their proposal becomes p. This is exact for any
+drafts: a position's proposal, and everything that decides about it, look only to its left, and its randomness is its
+own.
 
 SJD (Speculative Jacobi Decoding) redraws afresh. SCD (Speculative Coupled Decoding) redraws by a coupling that keeps
 the token as often as it can.
@@ -19,7 +20,7 @@ from draftgrid.eval.decoders.engine import Canvas, Policy, Sliding, in_step
 from draftgrid.eval.decoders.kernels import gumbel_argmax, keep, redraw
 from draftgrid.heads.distributions import at_least_fp32
 
-BIRTHS = ("uniform", "onehot", "left", "above")
+INITIAL = ("uniform", "onehot", "left", "above")
 COUPLINGS = ("maximal", "gumbel")
 SPARE = 32
 """Positions whose Gumbel noise is made ahead of time, all in one call."""
@@ -28,7 +29,7 @@ SPARE = 32
 class SJD(Policy):
     """Feeds `window` tokens a forward: the newest final one and window - 1 drafts.
 
-    `birth` is how a position that enters the window gets its first token: uniform (drawn, and recorded as drawn),
+    `initial` is how a position that enters the window gets its first token: uniform (drawn, and recorded as drawn),
     onehot (drawn from the uniform, recorded as certain), left (the newest token to the left) or above (the token in the
     row above; in row 0, left), both recorded as certain.
     """
@@ -36,19 +37,19 @@ class SJD(Policy):
     name = "sjd"
     exact = True
 
-    def __init__(self, window: int = 16, birth: str = "uniform") -> None:
-        self.window, self.birth = whole("window", window, 1), one_of("birth", birth, BIRTHS)
-        self.record: Tensor | None = None
+    def __init__(self, window: int = 16, initial: str = "uniform") -> None:
+        self.window, self.initial = whole("window", window, 1), one_of("initial", initial, INITIAL)
+        self.proposal: Tensor | None = None
 
     # Test the window, commit the run ---------------------------------------------------------------------------------
 
     def verify(self, canvas: Canvas, p: Tensor) -> None:
         n, a = self.n, self.a = canvas.committed, canvas.ahead
         B, S, _ = p.shape
-        if self.record is None:  # the first forward tests nothing
-            self.record, self.fresh = torch.zeros_like(p), [0] * B
+        if self.proposal is None:  # the first forward tests nothing
+            self.proposal, self.fresh = torch.zeros_like(p), [0] * B
         self.p, y = p, canvas.window(n, S)
-        # Behind the drafts stands one position without a draft: its record is zero, so its residual is p itself.
+        # Behind the drafts stands one position without a draft: its proposal is zero, so its residual is p itself.
         inside = [min(d + 1, canvas.grid.positions - m) for d, m in zip(a, n, strict=True)]
         columns = torch.arange(S, device=p.device)
         limits = torch.tensor([a, inside], device=p.device)[..., None]
@@ -58,22 +59,22 @@ class SJD(Policy):
         for rows, (start, drafts, end, fresh) in in_step(n, a, inside, self.fresh):
             canvas.tokens[rows, start : start + end] = tokens[rows, :end]
             if fresh < drafts:
-                canvas.tally.drafts(self.birth, kept[rows, fresh:drafts], start + fresh)
+                canvas.tally.drafts(self.initial, kept[rows, fresh:drafts], start + fresh)
         canvas.commit([min(r + 1, m) for r, m in zip(run.flatten().tolist(), inside, strict=True)])
 
     def test(self, canvas: Canvas, y: Tensor) -> Tensor:
         """Which tokens y (B, S) pass."""
-        assert self.record is not None
-        return keep(y, self.record, self.p, canvas.source, canvas.where(self.n, y.shape[1]))
+        assert self.proposal is not None
+        return keep(y, self.proposal, self.p, canvas.source, canvas.where(self.n, y.shape[1]))
 
     def move(self, canvas: Canvas, y: Tensor, kept: Tensor, beyond: Tensor, inside: Tensor) -> Tensor:
-        """Tokens (B, S) with record p: the run as it is, the residual where it ends, fresh draws from p right of it.
+        """Tokens (B, S) with proposal p: the run as it is, the residual where it ends, fresh draws from p right of it.
 
         beyond (B, S) counts columns from the run's end; not `inside` fills up a batch that is not in step.
         """
-        assert self.record is not None
-        self.record.masked_fill_((beyond > 0)[..., None], 0)
-        weights = self.record.sub_(self.p).neg_().clamp_min_(0)
+        assert self.proposal is not None
+        self.proposal.masked_fill_((beyond > 0)[..., None], 0)
+        weights = self.proposal.sub_(self.p).neg_().clamp_min_(0)
         return redraw(y, kept & (beyond < 0), weights, canvas.source, canvas.where(self.n, y.shape[1]), inside)[0]
 
     # Shift the window, fill it up ------------------------------------------------------------------------------------
@@ -82,12 +83,12 @@ class SJD(Policy):
         n = canvas.committed
         a = canvas.ahead = self.lengths(canvas)
         carried = self.carried(canvas)
-        self.record = self.p.new_zeros(len(n), max(a) + 1, self.p.shape[-1])
+        self.proposal = self.p.new_zeros(len(n), max(a) + 1, self.p.shape[-1])
         self.fresh = carried
         for rows, (old, new, c, d) in in_step(self.n, n, carried, a):
-            self.record[rows, :c] = self.p[rows, new - old : new - old + c]
+            self.proposal[rows, :c] = self.p[rows, new - old : new - old + c]
             if c < d:
-                y, self.record[rows, c:d] = self.born(canvas, rows, new + c, d - c)
+                y, self.proposal[rows, c:d] = self.propose(canvas, rows, new + c, d - c)
                 canvas.tokens[rows, new + c : new + d] = y
 
     def lengths(self, canvas: Canvas) -> list[int]:
@@ -95,23 +96,23 @@ class SJD(Policy):
         return [max(0, min(self.window, canvas.grid.positions - n) - 1) for n in canvas.committed]
 
     def carried(self, canvas: Canvas) -> list[int]:
-        """(B,) positions of the coming window that the last forward has read: they keep their token and record p."""
+        """(B,) positions of the coming window that the last forward has read: they keep their token and proposal p."""
         ends = [m + b + 1 for m, b in zip(self.n, self.a, strict=True)]
         return [max(0, min(d, end - n)) for d, end, n in zip(canvas.ahead, ends, canvas.committed, strict=True)]
 
-    def born(self, canvas: Canvas, rows: slice, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """First tokens (R, K) of the positions from `start` on, and their record, (R, K, V) or what expands to it."""
+    def propose(self, canvas: Canvas, rows: slice, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """First tokens (R, K) of the positions from `start` on, and their proposal, (R, K, V) or what expands to it."""
         V, W = self.p.shape[-1], canvas.grid.width
         R = len(canvas.samples[rows])
-        if self.birth in ("uniform", "onehot"):
+        if self.initial in ("uniform", "onehot"):
             uniform = self.p.new_full((1, 1, 1), 1 / V).expand(R, count, V)
             y = self.first_token(canvas, uniform, rows, start)
-            if self.birth == "uniform":
+            if self.initial == "uniform":
                 return y, uniform
         else:
             y = canvas.tokens[rows, start - 1 : start].repeat(1, count)
-            for i in range(start, start + count) if self.birth == "above" else ():
-                if i >= W:  # above a birth may stand another, made a moment ago
+            for i in range(start, start + count) if self.initial == "above" else ():
+                if i >= W:  # above it may stand another initial token, made a moment ago
                     y[:, i - start] = y[:, i - start - W] if i - W >= start else canvas.tokens[rows, i - W]
         return y, torch.nn.functional.one_hot(y, V).to(self.p.dtype)
 
@@ -129,18 +130,18 @@ class SCD(SJD):
 
     name = "scd"
 
-    def __init__(self, window: int = 32, birth: str = "uniform", coupling: str = "maximal") -> None:
-        super().__init__(window, birth)
+    def __init__(self, window: int = 32, initial: str = "uniform", coupling: str = "maximal") -> None:
+        super().__init__(window, initial)
         self.coupling = one_of("coupling", coupling, COUPLINGS)
 
     def begin(self, canvas: Canvas) -> None:
         self.noise = gumbel_noise(canvas)
 
     def move(self, canvas: Canvas, y: Tensor, kept: Tensor, beyond: Tensor, inside: Tensor) -> Tensor:
-        assert self.record is not None
+        assert self.proposal is not None
         where = canvas.where(self.n, y.shape[1])
         if self.coupling == "maximal":
-            weights = self.record.sub_(self.p).neg_().clamp_min_(0)
+            weights = self.proposal.sub_(self.p).neg_().clamp_min_(0)
             return redraw(y, kept, weights, canvas.source, where, inside)[0]
         # Up to the run's end fresh numbers decide, never the noise, which the drafts tested there came from.
         tokens = super().move(canvas, y, kept, beyond, inside & (beyond <= 0))
@@ -161,8 +162,8 @@ class GumbelFixedPoint(SJD):
 
     name = "gumbel_fixed_point"
 
-    def __init__(self, window: int = 32, birth: str = "uniform") -> None:
-        super().__init__(window, birth)
+    def __init__(self, window: int = 32, initial: str = "uniform") -> None:
+        super().__init__(window, initial)
 
     def begin(self, canvas: Canvas) -> None:
         self.noise = gumbel_noise(canvas)

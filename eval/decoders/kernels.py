@@ -1,7 +1,7 @@
 """The arithmetic every decoder shares: logits -> distribution, and moving a token from one distribution to another.
 
 One pipeline serves the target p and every draft q, and the tensor a token was drawn from is the tensor that is kept as
-its record; nothing is re-applied to a residual. All in fp32 (fp64 stays fp64, for tests).
+its proposal; nothing is re-applied to a residual. All in fp32 (fp64 stays fp64, for tests).
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ def redraw(
 
 
 def transport(y: Tensor, q: Tensor, p: Tensor, source: RandomSource, where: Where) -> tuple[Tensor, Tensor]:
-    """Move tokens y (B, K) from their records q to p (B, K, V) by the maximal coupling; the new record is p.
+    """Move tokens y (B, K) from their proposals q to p (B, K, V) by the maximal coupling; the new proposal is p.
 
     Keep y with probability min(1, p / q), else draw from relu(p - q). Returns the tokens and which were kept; a
     rejected token always changes. Speculative sampling, arXiv 2211.17192; as a coupling of Jacobi iterates: SCD.

@@ -2,8 +2,8 @@
 
 Counter-based: every number is a hash of its key, so a sample does not depend on what else is in its batch, and a test
 can put an enumerating source in the same place. `visit` counts the phases of decoding: without it a position's accept
-number would be used again at every visit, which breaks the law of the decoder. Only a position's Gumbel vector is drawn
-once for all visits: that is what couples them.
+number would be used again at every visit, which changes the decoder's distribution. Only a position's Gumbel vector is
+drawn once for all visits: that is what couples them.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PURPOSES = {"birth": 1, "accept": 2, "residual": 3, "gumbel": 4}
+PURPOSES = {"initial": 1, "accept": 2, "residual": 3, "gumbel": 4}
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -32,7 +32,7 @@ class Where:
     """(K,) or (B, K) image positions."""
     visit: int
     """Two a step: even while verifying, odd while drafting; prefill = step 0."""
-    purpose: str = "birth"
+    purpose: str = "initial"
 
     def to(self, purpose: str) -> "Where":
         return replace(self, purpose=purpose)

@@ -21,12 +21,12 @@ class GSD(SJD):
     name = "gsd"
     exact = False
 
-    def __init__(self, window: int = 16, birth: str = "uniform", group: int = 10, delta: float = 0.15) -> None:
-        super().__init__(window, birth)
+    def __init__(self, window: int = 16, initial: str = "uniform", group: int = 10, delta: float = 0.15) -> None:
+        super().__init__(window, initial)
         self.group, self.delta = whole("group", group, 0), number("delta", delta, 0)
 
     def test(self, canvas: Canvas, y: Tensor) -> Tensor:
-        assert self.record is not None
+        assert self.proposal is not None
         order = self.p.argsort(dim=-1, descending=True, stable=True)
         rank = (order == y[..., None]).int().argmax(-1, keepdim=True)
         near = rank + torch.arange(-(self.group // 2), self.group - self.group // 2 + 1, device=y.device)
@@ -34,7 +34,7 @@ class GSD(SJD):
         ids = order.gather(-1, near.clamp(0, order.shape[-1] - 1))
         p, own = self.p.gather(-1, ids), self.p.gather(-1, y[..., None])
         inside &= ((p - own).abs() < self.delta) | (ids == y[..., None])
-        ratio = (p * inside).sum(-1) / (self.record.gather(-1, ids) * inside).sum(-1)
+        ratio = (p * inside).sum(-1) / (self.proposal.gather(-1, ids) * inside).sum(-1)
         return canvas.source.accept(ratio, canvas.where(self.n, y.shape[1]).to("accept"))
 
 
@@ -48,8 +48,8 @@ class Lantern(SJD):
     name = "lantern"
     exact = False
 
-    def __init__(self, window: int = 16, birth: str = "uniform", neighbours: int = 100, delta: float = 0.2) -> None:
-        super().__init__(window, birth)
+    def __init__(self, window: int = 16, initial: str = "uniform", neighbours: int = 100, delta: float = 0.2) -> None:
+        super().__init__(window, initial)
         self.neighbours, self.delta = whole("neighbours", neighbours, 0), number("delta", delta, 0)
 
     def begin(self, canvas: Canvas) -> None:
@@ -58,9 +58,9 @@ class Lantern(SJD):
         self.table = canvas.tokenizer.neighbours(self.neighbours).to(canvas.backbone.device)
 
     def test(self, canvas: Canvas, y: Tensor) -> Tensor:
-        assert self.record is not None
+        assert self.proposal is not None
         own, near = self.p.gather(-1, y[..., None]), self.p.gather(-1, self.table[y])
         lent = near.cumsum(-1)
         lent = (near * (lent <= (self.delta if self.delta <= 1 else (self.delta - 1) * own))).sum(-1, keepdim=True)
-        ratio = ((own + lent) / self.record.gather(-1, y[..., None])).squeeze(-1)
+        ratio = ((own + lent) / self.proposal.gather(-1, y[..., None])).squeeze(-1)
         return canvas.source.accept(ratio, canvas.where(self.n, y.shape[1]).to("accept"))

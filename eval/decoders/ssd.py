@@ -1,9 +1,9 @@
 """Spatially Speculative Decoding (SSD, arXiv 2606.20543): draft a row from the row above, verify and correct r times.
 
 Lossy: after r rounds a block is committed whatever happened. `stats.change_rate` says how much the last round still
-changed; its expectation bounds the distance from the backbone's law. A round is one causal forward over the drafts;
-every column keeps its token with min(1, p / record) or takes the residual, and p becomes its record (a new record each
-round: keeping the heads' q instead makes more rounds worse).
+changed; its expectation bounds the distance from the backbone's distribution. A round is one causal forward over the
+drafts; every column keeps its token with min(1, p / proposal) or takes the residual, and p becomes its proposal (a new
+one each round: keeping the heads' q instead makes more rounds worse).
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Run = tuple[Offset, int, int]
 
 
 @dataclass
-class Part:
+class Segment:
     """Positions up to `end` that are committed together, and what is still to be done for them."""
 
     runs: list[Run]
@@ -74,9 +74,9 @@ class SSD(Policy):
         self.right, self.down = canvas.heads.config.right, canvas.heads.config.down
         if self.rows > max(self.down, 1):
             raise ValueError(f"rows is {self.rows}, but the heads reach {self.down} row(s) down")
-        self.parts: list[Part] = []
+        self.parts: list[Segment] = []
         self.q = torch.empty(0)
-        """(B, K, V): records of the positions that are drafted and not committed."""
+        """(B, K, V): proposals of the positions that are drafted and not committed."""
         self.end = 0  # drafted so far
 
     def verify(self, canvas: Canvas, p: Tensor) -> None:
@@ -120,7 +120,7 @@ class SSD(Policy):
         q = self.p[:, -1:]
         canvas.tokens[:, start : start + 1] = canvas.source.draw(q, canvas.where([start] * B, 1))
         runs = self._plan(canvas, start)
-        records = [q]
+        proposals = [q]
         if runs:
             assert canvas.heads is not None
             predicted = torch.cat([canvas.predict(*run) for run in runs], dim=2)
@@ -129,22 +129,22 @@ class SSD(Policy):
             canvas.tokens[:, start + 1 : end] = canvas.source.draw(
                 drafted, canvas.where([start + 1] * B, end - start - 1)
             )
-            records.append(drafted)
+            proposals.append(drafted)
             self.end = end
         else:
             self.end = start + 1
         if canvas.committed[0] == start:  # everything before it is final and read: the token is exact
             canvas.committed = [start + 1] * B
-            records = records[1:]
+            proposals = proposals[1:]
         else:
-            records = [self.q, *records]
-        self.q = torch.cat(records, dim=1) if records else q[:, :0]
+            proposals = [self.q, *proposals]
+        self.q = torch.cat(proposals, dim=1) if proposals else q[:, :0]
         if not runs and canvas.committed[0] == self.end:
             return
         middle = runs[0][2] if self.staged and len(runs) > 1 and runs[0][0][0] else self.end
-        self.parts.append(Part([r for r in runs if r[2] <= middle], middle, self.rounds))
+        self.parts.append(Segment([r for r in runs if r[2] <= middle], middle, self.rounds))
         if middle < self.end:
-            self.parts.append(Part(runs[1:], self.end, self.rounds + self.staged))
+            self.parts.append(Segment(runs[1:], self.end, self.rounds + self.staged))
 
     def _plan(self, canvas: Canvas, start: int) -> list[Run]:
         """The drafts behind the first token of the block at `start`."""

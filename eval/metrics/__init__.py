@@ -1,1 +1,1 @@
-"""How good pictures are, and how far from the backbone's own law."""
+"""How good pictures are, and how far from the backbone's own distribution."""

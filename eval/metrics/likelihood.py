@@ -13,20 +13,30 @@ from draftgrid.heads.prompts import twins
 
 
 @torch.inference_mode()
-def surprise(backbone: Backbone, tokens: Tensor, prompts: Sequence[str], sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """tokens (B, H, W) -> (negative log-likelihood, excess surprise), (B,) each, nats a token.
+def surprise(
+    backbone: Backbone, tokens: Tensor, prompts: Sequence[str], sampling: Sampling, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """tokens (B, H, W) -> (negative log-likelihood, excess NLL), (B,) each, nats a token.
 
-    Both under p at the given sampling settings, teacher-forced. Excess surprise is the mean of -log p(x) - H(p): its
-    expectation is 0 for every exact decoder, negative for pictures that are too bland, positive for too wild ones.
+    Both under p at the given sampling settings, teacher-forced. Excess NLL is the mean of -log p(x) - H(p), surprise
+    minus entropy: its expectation is 0 for every exact decoder, negative for pictures that are too bland, positive for
+    too wild ones. Logits exist for about `chunk` positions of the batch at a time.
     """
     branches = [backbone.states(tokens, prompts)[0]]
     if sampling.guidance != 1:
         branches.append(backbone.states(tokens, twins(prompts))[0])
-    p = sampling.probabilities(backbone.logits(torch.stack(branches))).flatten(1, 2)
-    chosen = p.gather(-1, tokens.flatten(1)[..., None]).squeeze(-1)
-    # A lossy decoder may emit a token outside the target's top-k; the floor keeps its surprise finite.
-    nll = -chosen.clamp_min(torch.finfo(p.dtype).tiny).log()
-    return nll.mean(1), (nll - entropy(p)).mean(1)
+    size = max(1, chunk // len(tokens))
+    found = []
+    for h, drawn in zip(
+        torch.stack(branches).flatten(2, 3).split(size, 2), tokens.flatten(1).split(size, 1), strict=True
+    ):
+        p = sampling.probabilities(backbone.logits(h))
+        chosen = p.gather(-1, drawn[..., None]).squeeze(-1)
+        # A lossy decoder may emit a token outside the target's top-k; the floor keeps its surprise finite.
+        nll = -chosen.clamp_min(torch.finfo(p.dtype).tiny).log()
+        found.append(torch.stack([nll, nll - entropy(p)]))
+    nll, excess = torch.cat(found, 2).mean(2)
+    return nll, excess
 
 
 def bootstrap(values: Sequence[float], seed: int = 0, draws: int = 2000) -> list[float]:

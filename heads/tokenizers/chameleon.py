@@ -22,7 +22,7 @@ from draftgrid.heads.tokenizers.learned import (
     picture_side,
     tokenizer_weights,
 )
-from draftgrid.heads.tokenizers.patch_vq import nearest
+from draftgrid.heads.tokenizers.patch_vq import nearest_code
 from draftgrid.heads.tokenizers.vqgan import VQGAN, Sizes, new_vqgan
 
 CHECKPOINT, YAML = "vqgan.ckpt", "vqgan.yaml"
@@ -68,7 +68,7 @@ class ChameleonVQ(LearnedTokenizer):
     @torch.inference_mode()
     def encode(self, images: Tensor) -> Tensor:
         latents = self.model.latents(self.normalised(images))
-        return nearest(latents.flatten(0, 2), self.codebook).view(latents.shape[:3])
+        return nearest_code(latents.flatten(0, 2), self.codebook).view(latents.shape[:3])
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from draftgrid.common.files import read_json
 from draftgrid.heads.tokenizers.learned import PREFIX, LearnedTokenizer, fill, normalisation, tokenizer_weights
-from draftgrid.heads.tokenizers.patch_vq import nearest
+from draftgrid.heads.tokenizers.patch_vq import nearest_code
 
 SIDE = 384
 """Pixels of Janus-Pro's own pictures, 24 x 24 codes of 16 x 16 pixels."""
@@ -35,7 +35,7 @@ class JanusVQ(LearnedTokenizer):
     def encode(self, images: Tensor) -> Tensor:
         z = self.model.quant_conv(self.model.encoder(self.normalised(images))).permute(0, 2, 3, 1)
         unit = nn.functional.normalize(z, dim=-1)
-        return nearest(unit.flatten(0, 2), self.codebook, chunk=4096).view(z.shape[:3])
+        return nearest_code(unit.flatten(0, 2), self.codebook, chunk=4096).view(z.shape[:3])
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor) -> Tensor:

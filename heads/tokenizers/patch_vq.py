@@ -41,7 +41,7 @@ class PatchVQ(ImageTokenizer):
 
     def encode(self, images: Tensor) -> Tensor:
         patches = self._patches(images.to(self._codebook))
-        return nearest(patches.flatten(0, 2), self._codebook).view(patches.shape[:3])
+        return nearest_code(patches.flatten(0, 2), self._codebook).view(patches.shape[:3])
 
     def decode(self, tokens: Tensor) -> Tensor:
         from einops import rearrange
@@ -84,7 +84,7 @@ class PatchVQ(ImageTokenizer):
         generator = torch.Generator().manual_seed(seed)
         centres = data[torch.multinomial(weight.double(), codes, generator=generator)]
         for _ in tqdm(range(steps), desc="fit codebook", unit="step", leave=False):
-            label = nearest(data, centres)
+            label = nearest_code(data, centres)
             mass = torch.zeros(codes).index_add_(0, label, weight)
             total = torch.zeros_like(centres).index_add_(0, label, data * weight[:, None])
             centres = total / mass.clamp_min(1e-12)[:, None]
@@ -94,7 +94,7 @@ class PatchVQ(ImageTokenizer):
         return cls(centres, patch, images.shape[-1])
 
 
-def nearest(vectors: Tensor, centres: Tensor, chunk: int = 65536) -> Tensor:
+def nearest_code(vectors: Tensor, centres: Tensor, chunk: int = 65536) -> Tensor:
     """(N, C), (K, C) -> (N,) index of the nearest centre; ties go to the lowest index."""
     norms = centres.square().sum(1)
     return torch.cat([(norms - 2 * v @ centres.T).argmin(1) for v in vectors.split(chunk)])

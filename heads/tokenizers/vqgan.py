@@ -138,7 +138,7 @@ class Encoder(nn.Module):
         return self.conv_out(silu(self.norm_out(self.mid(x))))
 
 
-class Decoder(nn.Module):
+class PixelDecoder(nn.Module):
     """(B, latent, H, W) -> pictures (B, 3, H * patch, W * patch), about [-1, 1]."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -174,7 +174,7 @@ class VQGAN(nn.Module):
         self.encoder, self.quantize = Encoder(sizes), Codebook(sizes.codes, sizes.code_size)
         self.quant_conv = nn.Conv2d(sizes.latent, sizes.code_size, 1)
         self.post_quant_conv = nn.Conv2d(sizes.code_size, sizes.latent, 1)
-        self.decoder = Decoder(sizes) if pixels else None
+        self.decoder = PixelDecoder(sizes) if pixels else None
 
     def latents(self, x: Tensor) -> Tensor:
         """(B, 3, h, w) in [-1, 1] -> (B, H, W, code_size): what is compared with the codebook."""

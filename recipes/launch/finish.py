@@ -87,7 +87,7 @@ def sheet(heads: Path, config: TrainConfig, folder: RunFolder) -> None:
         top_k=config.decoding.top_k,
         seed=config.seed,
     )
-    rows = f"ssd:rounds={s.rounds}" if config.heads.down else "chain"
+    rows = f"ssd:rounds={s.rounds}" if config.heads.down else "mtp1d"
     decoders = parse_decoders(f"ar,{'ssd_coupled' if config.heads.kind == 'chain' else rows}")
     plan = Plan(repeats=1, seed=config.seed, warm_up=not config.smoke)
     print(table(bench(load(settings, decoders), decoders, folder.path, plan, heads=str(heads))))

@@ -162,7 +162,7 @@ def speeds(cost: Decoding, names: list[str], a: AssumeConfig) -> list[Speed]:
     for chance in a.acceptance:
         if right:
             steps = T / tokens_per_forward(chance, len(right))
-            add(f"chain, acceptance {chance:g}", steps, len(right) + 1, steps, cost.draft(right, len(right)))
+            add(f"mtp1d, acceptance {chance:g}", steps, len(right) + 1, steps, cost.draft(right, len(right)))
         steps = T / tokens_per_forward(chance, a.window - 1)
         add(
             f"ssd_coupled, window {a.window}, acceptance {chance:g}",

@@ -12,11 +12,11 @@ from draftgrid.eval.decoders.jacobi import SJD
 from draftgrid.heads.offsets import OffsetHeads
 
 
-class Chain(SJD):
+class MTP1D(SJD):
     """Up to `length` drafts by the right heads from the newest committed cell, never across a row end; all made anew
     each step, whatever was left of the last ones."""
 
-    name = "chain"
+    name = "mtp1d"
     drafts_with = ("offsets",)
 
     def __init__(self, length: int = 5) -> None:
@@ -27,9 +27,9 @@ class Chain(SJD):
         assert isinstance(canvas.heads, OffsetHeads)
         reach = canvas.heads.config.right
         if not reach:
-            raise ValueError("decoder chain drafts with heads to the right; these have none (heads.right is 0)")
+            raise ValueError("decoder mtp1d drafts with heads to the right; these have none (heads.right is 0)")
         self.length = min(self.length, reach)
-        self.birth = "right"
+        self.initial = "right"
 
     def lengths(self, canvas: Canvas) -> list[int]:
         W = canvas.grid.width
@@ -38,7 +38,7 @@ class Chain(SJD):
     def carried(self, canvas: Canvas) -> list[int]:
         return [0] * len(canvas.committed)
 
-    def born(self, canvas: Canvas, rows: slice, start: int, count: int) -> tuple[Tensor, Tensor]:
+    def propose(self, canvas: Canvas, rows: slice, start: int, count: int) -> tuple[Tensor, Tensor]:
         assert canvas.heads is not None and canvas.hidden is not None
         h = canvas.hidden[:, rows, start - 1 : start]
         e = canvas.backbone.embed(canvas.tokens[rows, start - 1 : start])
