@@ -26,7 +26,7 @@ from tqdm import tqdm
 from draftgrid.common.cli import key, main
 from draftgrid.common.files import read_json, write_json, write_text
 from draftgrid.data.shards import MANIFEST, MAX_BROKEN, Manifest, Sample, Shard, read_manifest, shard_name, write_shard
-from draftgrid.data.sources import FITS, NO_CAPTION, Item, Source, open_picture, open_source, pixels
+from draftgrid.data.sources import ABSENT, FITS, NO_CAPTION, Item, Source, open_picture, open_source, pixels
 from draftgrid.heads.tokenizers import ImageTokenizer, load_tokenizer
 
 PLAN = "plan.json"
@@ -178,11 +178,11 @@ def _encode_share(
 
 def check_skipped(skipped: Sequence[Skipped], seen: int, count: int) -> None:
     """Raises ValueError if nothing seen so far could be used, or too many of all `count` pictures cannot be read."""
-    broken = [s for s in skipped if s.reason != NO_CAPTION]
+    broken = [s for s in skipped if s.reason not in ABSENT]
     if len(broken) > max(1, MAX_BROKEN * count):
         raise ValueError(f"{len(broken)} of {count} pictures cannot be read, more than 1 %; last: {broken[-1].reason}")
     if len(skipped) == count:
-        reason = f"{len(broken)} cannot be read, {count - len(broken)} have no caption"
+        reason = f"{len(broken)} cannot be read, {count - len(broken)} have no caption or picture"
         raise ValueError(
             f"none of {count} pictures can be used: {reason}; last: {skipped[-1].key}: {skipped[-1].reason}"
         )

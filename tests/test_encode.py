@@ -389,18 +389,34 @@ def test_a_missing_manifest_tells_how_to_make_one(pictures: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: {**m, "format": 99}, "format is 99; this version reads 1"),
-        (lambda m: {k: v for k, v in m.items() if k != "grid"}, "is not a token-shard manifest"),
-        (lambda m: {**m, "surprise": 1}, "is not a token-shard manifest"),
-        (lambda m: [m], "is not a token-shard manifest"),
+        (lambda m: {**m, "format": 99}, ": format is 99; this version reads 1"),
+        (
+            lambda m: {k: v for k, v in m.items() if k != "grid"},
+            ": grid is missing; it must be a list of 2 items, each a whole number",
+        ),
+        (lambda m: {**m, "surprise": 1}, ": unknown field 'surprise'"),
+        (lambda m: [m], r" holds \[.*; it must be an object of fields"),
+        (lambda m: 5, " holds 5; it must be an object of fields"),
+        (lambda m: {**m, "codes": None}, ": codes is null; it must be a whole number"),
+        (lambda m: {**m, "codes": "64"}, ': codes is "64"; it must be a whole number'),
+        (lambda m: {**m, "tokenizer": None}, ": tokenizer is null; it must be text"),
+        (lambda m: {**m, "grid": [4]}, r": grid is \[4\]; it must be a list of 2 items"),
+        (lambda m: {**m, "grid": 4}, ": grid is 4; it must be a list of 2 items"),
+        (lambda m: {**m, "sampling": [1]}, r": sampling is \[1\]; it must be a group of keys"),
+        (lambda m: {**m, "shards": {}}, ": shards is {}; it must be a list of"),
+        (
+            lambda m: {**m, "shards": [{**m["shards"][0], "samples": "2"}]},
+            ' shard 0: samples is "2"; it must be a whole number',
+        ),
     ],
 )
 def test_a_manifest_of_another_kind_is_refused_by_file(tmp_path: Path, change: Callable, said: str) -> None:
     write_set(tmp_path, [2])
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(ValueError, match=rf"manifest\.json.*{said}"):
-        read_manifest(tmp_path)
+    for read in (read_manifest, verify.verify, lambda place: check_manifest(place, TOKENIZER, (4, 4))):
+        with pytest.raises(ValueError, match=rf"^[^\n]*manifest\.json{said}[^\n]*$"):
+            read(tmp_path)
 
 
 def test_shards_of_another_tokenizer_grid_or_incomplete_are_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftgrid.data import SPLITS
 
-NO_CAPTION = "no caption"
+NO_CAPTION, NO_PICTURE = ABSENT = "no caption", "no picture"
 FITS = ("crop", "pad")
 CAPTIONS = ("caption", "text", "prompt")
 """Names under which a caption is looked for, in this order."""
@@ -37,7 +37,7 @@ class Item:
     """Pixels the picture is moved right and down (augmentation)."""
     mirror: bool = False
     load: Callable[[], bytes | None] | None = None
-    """The picture's encoded bytes, where it is no file of its own."""
+    """The picture's encoded bytes, where it is no file of its own; None if there is no picture."""
     size: int = -1
     """Bytes, where they are known without reading them."""
 
@@ -115,13 +115,14 @@ def open_picture(item: Item, size: int, fit: str = "crop") -> Image.Image:
     picture's own (width, height). Raises ValueError that names it if it is missing or not readable.
     """
     try:
-        data = item.load() if item.load else None
-        if item.load and not data:
-            raise ValueError("there is none")
-        with Image.open(io.BytesIO(data) if data else item.path) as file:
-            picture = _rgba(ImageOps.exif_transpose(file))
+        data = item.load() if item.load else b""
+        if data is not None:
+            with Image.open(io.BytesIO(data) if item.load else item.path) as file:
+                picture = _rgba(ImageOps.exif_transpose(file))
     except Exception as error:  # a damaged file makes Pillow raise nearly anything, struct.error and TypeError too
         raise ValueError(f"{item.path} is not a readable picture: {error}") from None
+    if data is None:
+        raise ValueError(NO_PICTURE)
     original = picture.size
     white = Image.new("RGBA", picture.size, "white")
     picture = Image.alpha_composite(white, picture).convert("RGB")
@@ -161,8 +162,20 @@ def short_key(name: str) -> str:
 
 
 def caption_of(row: dict[str, Any]) -> str:
-    """Raises KeyError or TypeError if there is none, or it is no text."""
+    """Raises KeyError, TypeError or ValueError if there is none, or it is no text."""
     name = next((name for name in CAPTIONS if name in row), CAPTIONS[0])
     if not isinstance(row[name], str):
         raise TypeError(f"caption is {row[name]!r}")
+    check_text(row[name], "caption")
     return row[name]
+
+
+def check_text(text: str, where: str) -> None:
+    """Raises ValueError if JSON's escapes have left half a surrogate pair in it, which no UTF-8 file can hold."""
+    if half := re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"{where} holds {half[0]!r}, half of a surrogate pair; write the whole character")
+
+
+def hidden(name: str) -> bool:
+    """Whether an operating system has left a file there: `.DS_Store`, `._3.png`, `__MACOSX/3.png`."""
+    return any(part == "__MACOSX" or (part[:1] == "." and part not in (".", "..")) for part in name.split("/"))
