@@ -37,7 +37,9 @@ PARTS = ".parts"
 
 @dataclass
 class EncodeConfig:
-    source: str = key("emoji", "emoji; folder:PATH; wds:TARS (a folder, *.tar or {000..063}.tar); hf:NAME[@SPLIT]")
+    source: str = key(
+        "emoji", "emoji; folder:PATH; wds:TARS (a folder, *.tar, {000..063}.tar, pipe:COMMAND); hf:NAME[@SPLIT]"
+    )
     out: str = key("runs/data/emoji/train", "folder for the shards and their manifest")
     split: str = key("train", "train, validation or test; where the source has no splits of its own also all")
     shards: int = key(16, "number of shard files")

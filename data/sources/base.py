@@ -161,13 +161,24 @@ def short_key(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9-]", "_", name)[:40] + "-" + unique
 
 
-def caption_of(row: dict[str, Any]) -> str:
-    """Raises KeyError, TypeError or ValueError if there is none, or it is no text."""
+def caption_of(row: dict[str, Any], key: str) -> str:
+    """Of several captions the one that the picture's key draws, always the same.
+
+    Raises KeyError, TypeError or ValueError if there is none, or it is no text.
+    """
     name = next((name for name in CAPTIONS if name in row), CAPTIONS[0])
-    if not isinstance(row[name], str):
-        raise TypeError(f"caption is {row[name]!r}")
-    check_text(row[name], "caption")
-    return row[name]
+    caption = drawn(row[name], key)
+    if not isinstance(caption, str):
+        raise TypeError(f"caption is {caption!r}")
+    check_text(caption, "caption")
+    return caption
+
+
+def drawn(caption: Any, key: str) -> Any:
+    """One of a list, by the key; what is no list, and an empty one, as it is."""
+    if not isinstance(caption, list) or not caption:
+        return caption
+    return caption[int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % len(caption)]
 
 
 def check_text(text: str, where: str) -> None:

@@ -52,7 +52,7 @@ class FolderSource(ListedSource):
                 continue
             try:
                 row = json.loads(line)
-                captions[self.folder / row["file_name"]] = caption_of(row)
+                captions[self.folder / row["file_name"]] = caption_of(row, row["file_name"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} line {number} needs file_name and text: {error!r}") from None
         return captions
