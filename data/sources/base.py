@@ -108,11 +108,12 @@ def check_split(split: str, kind: str, *more: str) -> None:
         raise ValueError(f"split is {split!r}; {kind} has {', '.join((*SPLITS, *more))}")
 
 
-def open_picture(item: Item, size: int, fit: str = "crop") -> Image.Image:
-    """The picture as RGB of size x size: first frame, EXIF rotation applied, transparency on white, made square.
+def open_picture(item: Item, size: int | tuple[int, int], fit: str = "crop") -> Image.Image:
+    """The picture as RGB of `size`: first frame, EXIF rotation applied, transparency on white, brought to its shape.
 
-    `fit` says how: crop cuts off what is too long, in equal parts; pad adds white. `info["original_size"]` keeps the
-    picture's own (width, height). Raises ValueError that names it if it is missing or not readable.
+    `size` is (height, width) or a square's side, in pixels. `fit` says how: crop cuts off what is too long, in equal
+    parts; pad adds white. `info["original_size"]` keeps the picture's own (width, height). Raises ValueError that names
+    it if it is missing or not readable.
     """
     try:
         data = item.load() if item.load else b""
@@ -126,10 +127,11 @@ def open_picture(item: Item, size: int, fit: str = "crop") -> Image.Image:
     original = picture.size
     white = Image.new("RGBA", picture.size, "white")
     picture = Image.alpha_composite(white, picture).convert("RGB")
+    shape = (size, size) if isinstance(size, int) else size[::-1]
     if fit == "crop":
-        picture = ImageOps.fit(picture, (size, size), Image.Resampling.LANCZOS)
+        picture = ImageOps.fit(picture, shape, Image.Resampling.LANCZOS)
     else:
-        picture = ImageOps.pad(picture, (size, size), Image.Resampling.LANCZOS, color="white")
+        picture = ImageOps.pad(picture, shape, Image.Resampling.LANCZOS, color="white")
     if item.mirror:
         picture = ImageOps.mirror(picture)
     if item.shift != (0, 0):
