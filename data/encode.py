@@ -47,16 +47,18 @@ class EncodeConfig:
     )
     out: str = key("runs/data/emoji/train", "folder for the shards and their manifest")
     split: str = key("train", "train, validation or test; where the source has no splits of its own also all")
-    shards: int = key(16, "number of shard files")
+    shards: int = key(16, "number of shard files", least=1)
     tokenizer: str = key("emoji", "folder of an image tokenizer; emoji is the demo's own")
     size: str = key("0", "pictures in pixels, HEIGHTxWIDTH or a square's side; 0 = what the tokenizer was made for")
     fit: str = key("crop", "how a picture is brought to this shape: crop (from the centre) or pad (with white)")
-    limit: int = key(0, "the first N pictures only; 0 = all")
+    limit: int = key(0, "the first N pictures only; 0 = all", least=0)
     image_column: str = key("", "hf: the column of pictures; '' = image, jpg, png or webp")
     caption_column: str = key("", "hf: the column of captions; '' = caption, text or prompt")
     streaming: str = key("auto", "hf: true reads rows as they arrive, false from disk; auto = true on the hub")
-    copies: int = key(1, "emoji only: mirrored and shifted copies of a training picture, the original included")
-    batch_size: int = key(64, "pictures encoded at once")
+    copies: int = key(
+        1, "emoji only: mirrored and shifted copies of a training picture, the original included", least=1
+    )
+    batch_size: int = key(64, "pictures encoded at once", least=1)
     device: str = key("auto", "of the tokenizer: auto (each process its own GPU, if there is one), cpu, cuda:1, ...")
     seed: int = key(0, "order of the samples over the shards")
     overwrite: bool = key(False, "replace what another encode left in out, which is kept until the new one is finished")
@@ -343,8 +345,6 @@ def run(config: EncodeConfig) -> None:
     device = config.device
     if device == "auto":
         device = f"cuda:{local % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-    if config.limit < 0:
-        raise ValueError(f"limit is {config.limit}; use 0 (all) or more")
     columns: dict[str, Any] = {"image": config.image_column, "caption": config.caption_column}
     source = open_source(config.source, config.copies, **columns, streaming=config.streaming)
     tokenizer = load_tokenizer(config.tokenizer, device)

@@ -272,6 +272,15 @@ class TestTars:
         assert [item.caption for item in items] == ["number 0", "number 1"]
         assert len({item.key for item in items}) == 2
 
+    def test_keys_do_not_depend_on_how_a_tar_is_named(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keys = [item.key for item in TarSource(str(folder)).items("all")]
+        monkeypatch.chdir(folder)
+        for pattern in (".", "s-*.tar", f"s-000.tar::{folder}/s-001.tar"):
+            assert [item.key for item in TarSource(pattern).items("all")] == keys
+        assert TarSource("pipe:cat s-000.tar # " + "x" * 300).count("all") == 2
+
     def test_what_is_missing_or_damaged_is_named(self, folder: Path) -> None:
         with pytest.raises(ValueError, match=r"s-002\.tar; it is not there"):
             open_source(f"wds:{folder}/s-{{000..002}}.tar")

@@ -334,7 +334,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
 def test_a_caption_dropout_out_of_range_is_refused_by_its_value(folder: Path, share: float) -> None:
-    with pytest.raises(ValueError, match=rf"data\.caption_dropout is {share}; it is a share between 0 and 1"):
+    with pytest.raises(ValueError, match=rf"data\.caption_dropout is {share}; use a number from 0 to 1"):
         TokenDataModule(config(folder, caption_dropout=share), TOKENIZER, (4, 4))
 
 

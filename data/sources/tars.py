@@ -26,9 +26,9 @@ from draftgrid.data.sources.base import (
 class TarSource(ListedSource):
     """WebDataset tars: `KEY.jpg|jpeg|png|webp` with `KEY.txt`, or `KEY.json` that holds the caption.
 
-    Named by a folder of tars, a pattern with * , or what `webdataset` takes: {000..063}, `pipe:COMMAND`, URLs, several
-    with `::` between. Plain local tars are read in any order; of all others one pass lists what they hold, and another
-    reads it, in its order. Split as a folder's pictures are.
+    Named by a folder of tars, a pattern with *, or what `webdataset` takes: {000..063}, `pipe:COMMAND`, URLs, several
+    with `::` between. Plain local tars are read in any order; all others from the first to the last sample, once to list
+    them and once for every shard that takes samples from them. Split as a folder's pictures are.
     """
 
     licence = "that of the tars' pictures"
@@ -37,8 +37,9 @@ class TarSource(ListedSource):
     def __init__(self, pattern: str) -> None:
         self._wds = need("webdataset", use="source=wds:")
         self.name = f"wds:{Path(pattern).name}"
+        folder = _local(pattern) and Path(pattern).is_dir()
         try:
-            parts = [f"{pattern}/*.tar"] if Path(pattern).is_dir() else self._wds.shardlists.expand_urls(pattern)
+            parts = [f"{pattern}/*.tar"] if folder else self._wds.shardlists.expand_urls(pattern)
         except (AssertionError, ValueError) as error:  # an environment variable that is not set, a brace left open
             raise ValueError(f"source wds:{pattern} cannot be expanded: {error}") from None
         local = [p for part in parts if _local(part) for p in (glob(part) if "*" in part else [part])]
@@ -46,7 +47,7 @@ class TarSource(ListedSource):
         self.urls = sorted(local, key=Path) + [part for part in parts if not _local(part)]
         if missing or not self.urls:
             raise ValueError(f"source wds:{pattern} names {missing[0] if missing else 'no tar file'}; it is not there")
-        self.root = os.path.commonpath([Path(p).parent for p in local]) if local else ""
+        self.root = os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in local]) if local else ""
         self.sequential = not all(map(_seekable, self.urls))
         self._url_of: dict[str, str] = {}
 
@@ -86,8 +87,6 @@ class TarSource(ListedSource):
                     )
                 seen.add(key)
                 yield from self._item(url, key, sample)
-        except GeneratorExit:
-            raise
         except Exception as error:  # tarfile's, a codec's, a pipe's
             reason = str(error.args[0] if error.args else error).replace("\n", " ") or type(error).__name__
             if "duplicate file name" in reason:
@@ -107,7 +106,7 @@ class TarSource(ListedSource):
         picture = next((parts[suffix] for suffix in self._pictures if suffix in parts), None)
         if picture is None:
             return
-        name = f"{Path(url).relative_to(self.root).as_posix() if _local(url) else url}/{key}"
+        name = f"{os.path.relpath(url, self.root) if _local(url) else url}/{key}"
         caption, unique = "", short_key(name)
         try:
             if "txt" in parts:
