@@ -27,7 +27,7 @@ class TarSource(ListedSource):
     """WebDataset tars: `KEY.jpg|jpeg|png|webp` with `KEY.txt`, or `KEY.json` that holds the caption.
 
     Named by a folder of tars, a pattern with *, or what `webdataset` takes: {000..063}, `pipe:COMMAND`, URLs, several
-    with `::` between. Plain local tars are read in any order; all others from the first to the last sample, once to list
+    with `::` between. Plain local tars are read in any order, all others from first to last, once to list
     them and once for every shard that takes samples from them. Split as a folder's pictures are.
     """
 
@@ -44,7 +44,7 @@ class TarSource(ListedSource):
             raise ValueError(f"source wds:{pattern} cannot be expanded: {error}") from None
         local = [p for part in parts if _local(part) for p in (glob(part) if "*" in part else [part])]
         missing = [p for p in local if not Path(p).is_file()]
-        self.urls = sorted(local, key=Path) + [part for part in parts if not _local(part)]
+        self.urls = sorted(local, key=lambda p: Path(os.path.abspath(p))) + [part for part in parts if not _local(part)]
         if missing or not self.urls:
             raise ValueError(f"source wds:{pattern} names {missing[0] if missing else 'no tar file'}; it is not there")
         self.root = os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in local]) if local else ""
