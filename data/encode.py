@@ -9,6 +9,7 @@ number of processes. They share the folder and nothing else: process r of n enco
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -26,33 +27,41 @@ from tqdm import tqdm
 from draftgrid.common.cli import key, main
 from draftgrid.common.files import read_json, write_json, write_text
 from draftgrid.data.shards import MANIFEST, MAX_BROKEN, Manifest, Sample, Shard, read_manifest, shard_name, write_shard
-from draftgrid.data.sources import FITS, NO_CAPTION, Item, Source, open_picture, open_source, pixels
+from draftgrid.data.sources import ABSENT, FITS, NO_CAPTION, Item, Source, open_picture, open_source, pixels
 from draftgrid.heads.tokenizers import ImageTokenizer, load_tokenizer
 
 PLAN = "plan.json"
 SKIPPED = "skipped.jsonl"
 PARTS = ".parts"
 """Folder of what is known of each finished shard until the manifest is written."""
+OLD = ".old"
+"""Folder within `out` that keeps what an overwriting encode found there until the new manifest is written."""
+GIVE_UP = 900.0
+"""Seconds without any sign of the other processes after which process 0 no longer waits for them."""
 
 
 @dataclass
 class EncodeConfig:
-    source: str = key("emoji", "emoji; folder:PATH; wds:TARS (a folder, *.tar or {000..063}.tar); hf:NAME[@SPLIT]")
+    source: str = key(
+        "emoji", "emoji; folder:PATH; wds:TARS (a folder, *.tar, {000..063}.tar, pipe:COMMAND); hf:NAME[@SPLIT]"
+    )
     out: str = key("runs/data/emoji/train", "folder for the shards and their manifest")
     split: str = key("train", "train, validation or test; where the source has no splits of its own also all")
-    shards: int = key(16, "number of shard files")
+    shards: int = key(16, "number of shard files", least=1)
     tokenizer: str = key("emoji", "folder of an image tokenizer; emoji is the demo's own")
-    size: int = key(0, "side of the pictures in pixels; 0 = what the tokenizer was made for")
-    fit: str = key("crop", "how a picture is made square: crop (from the centre) or pad (with white)")
-    limit: int = key(0, "the first N pictures only; 0 = all")
+    size: str = key("0", "pictures in pixels, HEIGHTxWIDTH or a square's side; 0 = what the tokenizer was made for")
+    fit: str = key("crop", "how a picture is brought to this shape: crop (from the centre) or pad (with white)")
+    limit: int = key(0, "the first N pictures only; 0 = all", least=0)
     image_column: str = key("", "hf: the column of pictures; '' = image, jpg, png or webp")
     caption_column: str = key("", "hf: the column of captions; '' = caption, text or prompt")
     streaming: str = key("auto", "hf: true reads rows as they arrive, false from disk; auto = true on the hub")
-    copies: int = key(1, "emoji only: mirrored and shifted copies of a training picture, the original included")
-    batch_size: int = key(64, "pictures encoded at once")
+    copies: int = key(
+        1, "emoji only: mirrored and shifted copies of a training picture, the original included", least=1
+    )
+    batch_size: int = key(64, "pictures encoded at once", least=1)
     device: str = key("auto", "of the tokenizer: auto (each process its own GPU, if there is one), cpu, cuda:1, ...")
     seed: int = key(0, "order of the samples over the shards")
-    overwrite: bool = key(False, "delete what another encode left in out")
+    overwrite: bool = key(False, "replace what another encode left in out, which is kept until the new one is finished")
     smoke: bool = key(False, "16 pictures only")
 
 
@@ -71,6 +80,7 @@ def encode(
     shards: int = 16,
     batch_size: int = 64,
     seed: int = 0,
+    size: tuple[int, int] | None = None,
     fit: str = "crop",
     limit: int | None = None,
     overwrite: bool = False,
@@ -80,11 +90,16 @@ def encode(
 ) -> Manifest | None:
     """Encode one split of a source into `out`. Returns the manifest (rank 0), or None.
 
+    `size` is the pictures' (height, width) in pixels; None = the square the tokenizer was made for.
     Pictures that cannot be read and those without a caption are left out and listed in skipped.jsonl. Raises ValueError
     if another encode lies in `out`, if there is no picture, or if none or more than 1 % (and more than one) of them
     cannot be read.
     """
     out = Path(out)
+    size = size or (tokenizer.image_size,) * 2
+    if min(size) < 1 or any(side % tokenizer.patch for side in size):
+        shown = "x".join(map(str, size))
+        raise ValueError(f"size is {shown}; this tokenizer needs multiples of {tokenizer.patch} pixels")
     for name, value in (("shards", shards), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name} is {value}; at least 1 is needed")
@@ -97,7 +112,7 @@ def encode(
         "source": source.name,
         "split": split,
         "tokenizer": tokenizer.fingerprint,
-        "image_size": tokenizer.image_size,
+        "image_size": size[0] if size[0] == size[1] else f"{size[0]}x{size[1]}",
         "fit": fit,
         "shards": len(chunks),
         "items": f"{count}:{seed}:{source.identity(split)}",
@@ -107,7 +122,8 @@ def encode(
     else:
         wait_for_plan(out, plan)
     if not (out / MANIFEST).is_file():
-        _encode_share(source, tokenizer, out, split, chunks, range(rank, len(chunks), world), count, batch_size, fit)
+        share = range(rank, len(chunks), world)
+        _encode_share(source, tokenizer, out, split, chunks, share, count, batch_size, size, fit)
     if rank > 0:
         return None
     if not (out / MANIFEST).is_file():
@@ -116,7 +132,7 @@ def encode(
         check_skipped(skipped, count, count)
         text = "".join(f'{{"key": {json.dumps(s.key)}, "reason": {json.dumps(s.reason)}}}\n' for s in skipped)
         write_text(out / SKIPPED, text)
-        grid = (tokenizer.image_size // tokenizer.patch,) * 2
+        grid = (size[0] // tokenizer.patch, size[1] // tokenizer.patch)
         Manifest(
             grid,
             tokenizer.fingerprint,
@@ -140,11 +156,13 @@ def _encode_share(
     share: range,
     count: int,
     batch_size: int,
+    size: tuple[int, int],
     fit: str,
 ) -> None:
     """The shards of one process, one after the other; those that are there are kept."""
     skipped: list[Skipped] = []
     seen, begun, done = 0, 0.0, 0
+    sign = out / PARTS / f".alive.{share.start}" if share.start else None
     of = f", process {share.start + 1} of {share.step}" if share.step > 1 else ""
     with tqdm(total=sum(len(chunks[i]) for i in share), desc=f"encode {source.name} {split}{of}", unit="img") as bar:
         for index in share:
@@ -159,8 +177,11 @@ def _encode_share(
             mine: list[Skipped] = []
             samples: list[Sample] = []
             for batch in _batches(source.take(split, chunk.tolist()), batch_size):
-                samples += _encode_batch(source.name, batch, tokenizer, fit, mine)
+                samples += _encode_batch(source.name, batch, tokenizer, size, fit, mine)
                 bar.update(len(batch))
+                if sign:
+                    sign.parent.mkdir(exist_ok=True)
+                    sign.touch()
                 if begun:
                     done += len(batch)
                 begun = begun or time.perf_counter()
@@ -170,6 +191,8 @@ def _encode_share(
             shard = write_shard(out / shard_name(index), samples, tokenizer.codebook_size)
             entries = [[s.key, s.reason] for s in mine]
             write_json(out / PARTS / f"{shard_name(index)}.json", {"shard": asdict(shard), "skipped": entries})
+    if sign:
+        sign.unlink(missing_ok=True)
     for line in skipped:
         tqdm.write(f"skipped: {line.key}: {line.reason}")
     if done:
@@ -178,11 +201,11 @@ def _encode_share(
 
 def check_skipped(skipped: Sequence[Skipped], seen: int, count: int) -> None:
     """Raises ValueError if nothing seen so far could be used, or too many of all `count` pictures cannot be read."""
-    broken = [s for s in skipped if s.reason != NO_CAPTION]
+    broken = [s for s in skipped if s.reason not in ABSENT]
     if len(broken) > max(1, MAX_BROKEN * count):
         raise ValueError(f"{len(broken)} of {count} pictures cannot be read, more than 1 %; last: {broken[-1].reason}")
     if len(skipped) == count:
-        reason = f"{len(broken)} cannot be read, {count - len(broken)} have no caption"
+        reason = f"{len(broken)} cannot be read, {count - len(broken)} have no caption or picture"
         raise ValueError(
             f"none of {count} pictures can be used: {reason}; last: {skipped[-1].key}: {skipped[-1].reason}"
         )
@@ -200,11 +223,23 @@ def _finished(out: Path, index: int) -> tuple[Shard, list[list[str]]] | None:
 
 
 def _await(out: Path, index: int) -> tuple[Shard, list[list[str]]]:
-    """The same once whoever is at it has finished."""
-    told = time.monotonic()
+    """The same once whoever is at it has finished. Raises ValueError if no process gives a sign for GIVE_UP seconds."""
+    told = moved = time.monotonic()
+    signs: set[tuple[str, int]] = set()
     while True:
         if finished := _finished(out, index):
             return finished
+        found = set()
+        for path in (out / PARTS).glob(".alive.*"):
+            with suppress(FileNotFoundError):
+                found.add((path.name, path.stat().st_mtime_ns))
+        if found != signs:
+            signs, moved = found, time.monotonic()
+        if time.monotonic() - moved > GIVE_UP:
+            raise ValueError(
+                f"{out / shard_name(index)} is not finished, and the process that encodes it has given no sign for "
+                f"{GIVE_UP:.0f} s; see what it says, and run the same command again to go on"
+            )
         if time.monotonic() - told > 60:
             tqdm.write(f"waiting for another process to finish {shard_name(index)}")
             told = time.monotonic()
@@ -212,7 +247,10 @@ def _await(out: Path, index: int) -> tuple[Shard, list[list[str]]]:
 
 
 def claim(out: Path, plan: dict, overwrite: bool, advice: str) -> None:
-    """Mark `out` as the place of this plan. Raises ValueError, ending with `advice`, if it is the place of another."""
+    """Mark `out` as the place of this plan. Raises ValueError, ending with `advice`, if it is the place of another.
+
+    With `overwrite` what is there moves to OLD within `out`, and `tidy` removes it behind the new manifest.
+    """
     theirs = read_json(out / PLAN) if (out / PLAN).is_file() else {}
     if theirs == plan:
         return
@@ -223,15 +261,27 @@ def claim(out: Path, plan: dict, overwrite: bool, advice: str) -> None:
         others = ((k, theirs.get(k), v) for k, v in plan.items() if theirs.get(k) != v)
         differing = ", ".join(f"{k}: {there!r} there, {here!r} here" for k, there, here in others)
         raise ValueError(f"{out} holds another encode ({differing}); {advice}")
-    for path in held:
-        path.unlink()
-    shutil.rmtree(out / PARTS, ignore_errors=True)
+    moving = out / f"{OLD}.moving"  # there if a process was killed while it moved a set
+    if held or moving.exists():
+        if not moving.exists() and (out / OLD).exists() and not (out / MANIFEST).is_file():
+            for path in held:  # unfinished itself: the set it was to replace stays
+                path.unlink(missing_ok=True)
+            shutil.rmtree(out / PARTS, ignore_errors=True)
+        else:
+            moving.mkdir(exist_ok=True)
+            for path in (out / MANIFEST, *sorted(out.glob("shard-*.tar")), out / PARTS, out / SKIPPED, out / PLAN):
+                if path.exists():
+                    os.replace(path, moving / path.name)
+            shutil.rmtree(out / OLD, ignore_errors=True)
+            os.replace(moving, out / OLD)
+        tqdm.write(f"{out / OLD} keeps what was in {out} until the new encode is finished")
     write_json(out / PLAN, plan)
 
 
 def tidy(out: Path) -> None:
-    """Remove what only an unfinished `out` needs, and what killed processes were writing."""
-    shutil.rmtree(out / PARTS, ignore_errors=True)
+    """Remove what only an unfinished `out` needs, what it has replaced, and what killed processes were writing."""
+    for name in (PARTS, OLD, f"{OLD}.moving"):
+        shutil.rmtree(out / name, ignore_errors=True)
     for path in out.glob(".*.part"):
         with suppress(OSError):
             path.unlink()
@@ -254,22 +304,27 @@ def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
 
 
 def _encode_batch(
-    source: str, items: Sequence[Item], tokenizer: ImageTokenizer, fit: str, skipped: list[Skipped]
+    source: str,
+    items: Sequence[Item],
+    tokenizer: ImageTokenizer,
+    size: tuple[int, int],
+    fit: str,
+    skipped: list[Skipped],
 ) -> Iterator[Sample]:
     kept, pictures = [], []
     for item in items:
         try:
             if not item.caption:
                 raise ValueError(NO_CAPTION)
-            pictures.append(open_picture(item, tokenizer.image_size, fit))
+            pictures.append(open_picture(item, size, fit))
             kept.append(item)
         except ValueError as error:
             skipped.append(Skipped(item.key, str(error)))
     if not kept:
         return
     for item, picture, codes in zip(kept, pictures, tokenizer.encode(pixels(pictures)).cpu().numpy(), strict=True):
-        size = picture.info["original_size"]
-        yield Sample(item.key, codes, item.caption, {"source": source, "file": item.path.name, "size": size})
+        facts = {"source": source, "file": item.path.name, "size": picture.info["original_size"]}
+        yield Sample(item.key, codes, item.caption, facts)
 
 
 def processes() -> tuple[int, int, int]:
@@ -277,19 +332,22 @@ def processes() -> tuple[int, int, int]:
     return tuple(int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))  # type: ignore[return-value]
 
 
+def _size(text: str) -> tuple[int, int] | None:
+    """'512x768' or '512' -> (height, width); '0' -> None."""
+    if not re.fullmatch(r"\d+(x\d+)?", text):
+        raise ValueError(f"size is {text!r}; use HEIGHTxWIDTH or one number, in pixels")
+    sides = [int(side) for side in text.split("x")]
+    return None if sides == [0] else (sides[0], sides[-1])
+
+
 def run(config: EncodeConfig) -> None:
     rank, world, local = processes()
     device = config.device
     if device == "auto":
         device = f"cuda:{local % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-    if config.limit < 0:
-        raise ValueError(f"limit is {config.limit}; use 0 (all) or more")
     columns: dict[str, Any] = {"image": config.image_column, "caption": config.caption_column}
     source = open_source(config.source, config.copies, **columns, streaming=config.streaming)
     tokenizer = load_tokenizer(config.tokenizer, device)
-    tokenizer.image_size = config.size or tokenizer.image_size
-    if tokenizer.image_size < 1 or tokenizer.image_size % tokenizer.patch:
-        raise ValueError(f"size is {config.size}; this tokenizer needs a multiple of {tokenizer.patch} pixels")
     manifest = encode(
         source,
         tokenizer,
@@ -298,6 +356,7 @@ def run(config: EncodeConfig) -> None:
         shards=config.shards,
         batch_size=config.batch_size,
         seed=config.seed,
+        size=_size(config.size),
         fit=config.fit,
         limit=16 if config.smoke else config.limit or None,
         overwrite=config.overwrite,

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, get_type_hints
 
 import numpy as np
 
-from draftgrid.common.files import atomic, sha256, write_json
+from draftgrid.common.files import atomic, read_fields, sha256, write_json
 from draftgrid.data.places import is_url, join, read_bytes
 
 FORMAT = 1
@@ -69,6 +69,10 @@ class Manifest:
         write_json(folder / MANIFEST, asdict(self))
 
 
+FIELDS = get_type_hints(Manifest) | {"grid": [int, 2], "shards": [dict, None], "sampling": (dict, None)}
+"""What read_fields holds manifest.json to."""
+
+
 def shard_name(index: int) -> str:
     return f"shard-{index:06d}.tar"
 
@@ -110,15 +114,15 @@ def read_manifest(place: str | Path) -> Manifest:
         if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
             raise ValueError(f"{name} is not valid JSON ({error}); it may be cut short") from None
         raise
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is not a token-shard manifest: it holds a {type(value).__name__}")
-    if value.get("format") != FORMAT:
+    if isinstance(value, dict) and value.get("format") != FORMAT:
         raise ValueError(f"{name}: format is {value.get('format')!r}; this version reads {FORMAT}")
-    try:
-        shards = tuple(Shard(**s) for s in value.pop("shards"))
-        return Manifest(shards=shards, grid=tuple(value.pop("grid")), **value)
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{name} is not a token-shard manifest: {error}") from None
+    held = read_fields(value, name, FIELDS)
+    if unknown := value.keys() - FIELDS.keys():
+        raise ValueError(f"{name}: unknown field {min(unknown)!r}; this version knows {', '.join(FIELDS)}")
+    shards = tuple(
+        Shard(**read_fields(s, f"{name} shard {i}", get_type_hints(Shard))) for i, s in enumerate(held.pop("shards"))
+    )
+    return Manifest(shards=shards, grid=tuple(held.pop("grid")), **held)
 
 
 def check_manifest(place: str | Path, tokenizer: str, grid: tuple[int, int]) -> Manifest:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tarfile
+import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -389,18 +390,34 @@ def test_a_missing_manifest_tells_how_to_make_one(pictures: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: {**m, "format": 99}, "format is 99; this version reads 1"),
-        (lambda m: {k: v for k, v in m.items() if k != "grid"}, "is not a token-shard manifest"),
-        (lambda m: {**m, "surprise": 1}, "is not a token-shard manifest"),
-        (lambda m: [m], "is not a token-shard manifest"),
+        (lambda m: {**m, "format": 99}, ": format is 99; this version reads 1"),
+        (
+            lambda m: {k: v for k, v in m.items() if k != "grid"},
+            ": grid is missing; it must be a list of 2 items, each a whole number",
+        ),
+        (lambda m: {**m, "surprise": 1}, ": unknown field 'surprise'"),
+        (lambda m: [m], r" holds \[.*; it must be an object of fields"),
+        (lambda m: 5, " holds 5; it must be an object of fields"),
+        (lambda m: {**m, "codes": None}, ": codes is null; it must be a whole number"),
+        (lambda m: {**m, "codes": "64"}, ': codes is "64"; it must be a whole number'),
+        (lambda m: {**m, "tokenizer": None}, ": tokenizer is null; it must be text"),
+        (lambda m: {**m, "grid": [4]}, r": grid is \[4\]; it must be a list of 2 items"),
+        (lambda m: {**m, "grid": 4}, ": grid is 4; it must be a list of 2 items"),
+        (lambda m: {**m, "sampling": [1]}, r": sampling is \[1\]; it must be a group of keys"),
+        (lambda m: {**m, "shards": {}}, ": shards is {}; it must be a list of"),
+        (
+            lambda m: {**m, "shards": [{**m["shards"][0], "samples": "2"}]},
+            ' shard 0: samples is "2"; it must be a whole number',
+        ),
     ],
 )
 def test_a_manifest_of_another_kind_is_refused_by_file(tmp_path: Path, change: Callable, said: str) -> None:
     write_set(tmp_path, [2])
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(ValueError, match=rf"manifest\.json.*{said}"):
-        read_manifest(tmp_path)
+    for read in (read_manifest, verify.verify, lambda place: check_manifest(place, TOKENIZER, (4, 4))):
+        with pytest.raises(ValueError, match=rf"^[^\n]*manifest\.json{said}[^\n]*$"):
+            read(tmp_path)
 
 
 def test_shards_of_another_tokenizer_grid_or_incomplete_are_refused(tmp_path: Path) -> None:
@@ -565,3 +582,107 @@ def test_show_refuses_another_tokenizer_and_no_picture(tmp_path: Path) -> None:
     config.images = 0
     with pytest.raises(ValueError, match="images is 0"):
         show.run(config)
+
+
+def test_an_overwriting_encode_keeps_the_old_set_until_it_is_finished(pictures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(pictures, out)
+    before = files(out)
+    with pytest.raises(ValueError, match="fit is 'stretch'"):
+        run(pictures, out, overwrite=True, fit="stretch")
+    with pytest.raises(ValueError, match="size is 16x6; this tokenizer needs multiples of 4 pixels"):
+        run(pictures, out, overwrite=True, size=(16, 6))
+    assert files(out) == before
+    for last in (3, 5):  # of the second a first is there already, unfinished
+        tokenizer = tiny_tokenizer()
+        tokenizer.encode = die_at(last, tokenizer.encode)  # type: ignore[method-assign]
+        process = get_context("fork").Process(
+            target=lambda: run(pictures, out, tokenizer, overwrite=True, seed=last)  # noqa: B023
+        )
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert files(out / ".old") == before and (out / "shard-000000.tar").is_file()
+    tokenizer = tiny_tokenizer()
+    tokenizer.encode = die_at(5, tokenizer.encode)  # type: ignore[method-assign]  # 2 of 4 shards are kept
+    run(pictures, out, tokenizer, seed=5)
+    run(pictures, tmp_path / "fresh", seed=5)
+    assert files(out) == files(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("rename", range(1, 9))
+def test_an_overwriting_encode_killed_while_it_moves_the_old_set_loses_nothing(
+    pictures: Path, tmp_path: Path, rename: int
+) -> None:
+    out = tmp_path / "out"
+    run(pictures, out)
+    before = files(out)
+    for _ in range(2):
+
+        def child() -> None:
+            os.replace = die_at(rename, os.replace)
+            run(pictures, out, overwrite=True, seed=1)
+
+        process = get_context("fork").Process(target=child)
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert {content for name, content in before.items() if "shard-" in name} <= set(files(out).values())
+    run(pictures, out, overwrite=True, seed=1)
+    run(pictures, tmp_path / "fresh", seed=1)
+    assert files(out) == files(tmp_path / "fresh")
+
+
+def test_a_linked_folder_is_overwritten_where_it_is(pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    out = tmp_path / "out"
+    out.symlink_to(tmp_path / "real")
+    run(pictures, out)
+    run(pictures, out, overwrite=True, seed=1)
+    run(pictures, tmp_path / "fresh", seed=1)
+    assert out.is_symlink() and files(tmp_path / "real") == files(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad"])
+def test_pictures_that_are_not_square_fill_a_grid_that_is_not(pictures: Path, tmp_path: Path, fit: str) -> None:
+    for path in pictures.glob("*.png"):
+        Image.fromarray(np.random.default_rng(int(path.stem)).integers(0, 256, (8, 16, 3), dtype=np.uint8)).save(path)
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    common = [f"source=folder:{pictures}", f"tokenizer={tmp_path / 'tokenizer'}", "split=all", f"fit={fit}"]
+    out = tmp_path / "out"
+    main(encode_module.run, EncodeConfig, None, arguments=[*common, f"out={out}", "size=8x16"])
+    assert read_manifest(out).grid == (2, 4)
+    codebook = tiny_tokenizer().codebook.numpy()
+    for sample in samples_of(out):
+        assert sample.tokens.tolist() == codes_by_hand(pictures / sample.facts["file"], codebook).tolist()
+    config = EncodeConfig(f"folder:{pictures}", str(out), "all", tokenizer=str(tmp_path / "tokenizer"))
+    for size, said in (("8x", "use HEIGHTxWIDTH"), ("8x18", "multiples of 4 pixels"), ("0x8", "multiples of 4 pixels")):
+        config.size = size
+        with pytest.raises(ValueError, match=f"size is '?{size}'?; .*{said}"):
+            encode_module.run(config)
+
+
+def test_process_0_waits_for_a_living_process_and_not_for_a_dead_one(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode_module, "GIVE_UP", 1.0)
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=r"shard-000001\.tar is not finished, and the process that encodes it .* 1 s"):
+        run(pictures, out, world=2)
+    tokenizer = tiny_tokenizer()
+    plain = tokenizer.encode
+
+    def slow(images: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.6)
+        return plain(images)
+
+    tokenizer.encode = slow  # type: ignore[method-assign]
+    process = get_context("fork").Process(
+        target=lambda: run(pictures, out, tokenizer, batch_size=1, rank=1, world=2)  # a shard takes 3 s
+    )
+    process.start()
+    run(pictures, out, batch_size=1, world=2)
+    process.join()
+    assert process.exitcode == 0
+    run(pictures, tmp_path / "alone")
+    assert files(out) == files(tmp_path / "alone")

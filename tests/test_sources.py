@@ -365,3 +365,45 @@ def test_prompts_that_are_not_there_are_refused_by_name(tmp_path: Path) -> None:
             read_prompts(str(tmp_path / "p.json"))
     with pytest.raises(ValueError, match="split is 'dev'"):
         read_prompts("emoji:dev")
+
+
+def test_only_line_ends_end_a_prompt_and_half_a_character_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes("one\u2028two\fthree\r\nfour\x85\x0bfive\rsix".encode())
+    assert read_prompts(str(tmp_path / "p.txt")) == ["one\u2028two\fthree", "four\x85\x0bfive", "six"]
+    (tmp_path / "p.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"p\.txt is not UTF-8 text"):
+        read_prompts(str(tmp_path / "p.txt"))
+    (tmp_path / "p.json").write_text(r'["fine", "a \ud800 cat"]')
+    with pytest.raises(ValueError, match=r"^.*p\.json prompt 2 holds '\\ud800', half of a surrogate pair; [^\n]*$"):
+        read_prompts(str(tmp_path / "p.json"))
+    (tmp_path / "p.json").write_text(r'["\ud83d\ude00"]')
+    assert read_prompts(str(tmp_path / "p.json")) == ["\U0001f600"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", "café".encode("latin-1"), r"a\.txt is not UTF-8 text"),
+        (
+            "metadata.jsonl",
+            '{"file_name": "a.png", "text": "é"}'.encode("latin-1"),
+            r"metadata\.jsonl is not UTF-8 text",
+        ),
+        ("metadata.jsonl", rb'{"file_name": "a.png", "text": "\ud800"}', r"metadata\.jsonl line 1 .* surrogate pair"),
+    ],
+)
+def test_captions_that_are_no_text_are_refused_by_file(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    png(tmp_path / "a.png")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        FolderSource(tmp_path).items("all")
+
+
+def test_hidden_files_are_passed_over_and_links_followed_once(tmp_path: Path) -> None:
+    for name in (".hidden/1.png", "__MACOSX/2.png", "._3.png", "sub/.4.png", "sub/5.png"):
+        png(tmp_path / "set" / name).with_suffix(".txt").write_text(name)
+    png(tmp_path / "elsewhere" / "6.png").with_suffix(".txt").write_text("linked")
+    (tmp_path / "set" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "set")
+    (tmp_path / "set" / "sub" / "loop").symlink_to(tmp_path / "set" / "sub")
+    assert [item.caption for item in FolderSource(tmp_path / "set").items("all")] == ["linked", "sub/5.png"]

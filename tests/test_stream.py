@@ -3,6 +3,9 @@
 import io
 import itertools
 import json
+import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -331,7 +334,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
 def test_a_caption_dropout_out_of_range_is_refused_by_its_value(folder: Path, share: float) -> None:
-    with pytest.raises(ValueError, match=rf"data\.caption_dropout is {share}; it is a share between 0 and 1"):
+    with pytest.raises(ValueError, match=rf"data\.caption_dropout is {share}; use a number from 0 to 1"):
         TokenDataModule(config(folder, caption_dropout=share), TOKENIZER, (4, 4))
 
 
@@ -365,3 +368,13 @@ def test_the_data_module_streams_its_folders(folder: Path) -> None:
     expected = [sample(0, i).tokens for i in range(7)] + [sample(1, i).tokens for i in range(2)]
     assert tokens.tolist() == np.stack(expected).tolist()
     assert len(module.sample_tokens(100)) == 11
+
+
+def test_the_docs_way_to_read_shards_reads_them(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    write_set(tmp_path / "runs/data/emoji/train", [3, 2])
+    # webdataset leaves files to be closed at exit, so in a process of its own
+    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    expected = [f"(4, 4) caption {s} {i} x.png" for s, n in enumerate((3, 2)) for i in range(n)]
+    assert said.splitlines() == expected

@@ -2,14 +2,15 @@
 
 from pathlib import Path
 
-from draftgrid.common.files import read_json
-from draftgrid.data.sources.base import FITS, NO_CAPTION, Item, Source, open_picture, pixels
+from draftgrid.common.files import read_json, read_lines
+from draftgrid.data.sources.base import ABSENT, FITS, NO_CAPTION, Item, Source, check_text, open_picture, pixels
 from draftgrid.data.sources.emoji import EmojiSource
 from draftgrid.data.sources.folder import FolderSource
 from draftgrid.data.sources.hub import HubSource
 from draftgrid.data.sources.tars import TarSource
 
 __all__ = [
+    "ABSENT",
     "FITS",
     "NO_CAPTION",
     "EmojiSource",
@@ -51,16 +52,18 @@ def open_source(name: str, copies: int = 1, image: str = "", caption: str = "", 
 def read_prompts(name: str) -> list[str]:
     """Prompts from a text file (one a line), a .json list, or `emoji:SPLIT` (one a picture, in the split's order).
 
-    Raises ValueError if the file does not exist or holds no prompt.
+    Raises ValueError if the file does not exist, is not UTF-8 text or holds no prompt.
     """
     if name.startswith("emoji:"):
         return [item.caption for item in EmojiSource().items(name.removeprefix("emoji:"))]
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"prompts is {name!r}; it is neither a text file nor emoji:train|validation|test")
-    prompts = read_json(path) if path.suffix == ".json" else path.read_text(encoding="utf-8-sig").splitlines()
+    prompts = read_json(path) if path.suffix == ".json" else read_lines(path)
     if not isinstance(prompts, list) or not all(isinstance(p, str) for p in prompts):
         raise ValueError(f"{path} must hold a list of texts")
+    for number, prompt in enumerate(prompts, 1):
+        check_text(prompt, f"{path} prompt {number}")
     prompts = [p.strip() for p in prompts if p.strip()]
     if not prompts:
         raise ValueError(f"{path} holds no prompt")

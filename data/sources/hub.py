@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftgrid.data.sources.base import CAPTIONS, Item, Source
+from draftgrid.common.packages import need
+from draftgrid.data.sources.base import CAPTIONS, Item, Source, drawn
 
 
 class HubSource(Source):
@@ -34,8 +35,7 @@ class HubSource(Source):
     def _open(self, split: str) -> Any:
         """The split with its pictures left encoded, checked for both columns."""
         if split not in self._opened:
-            import datasets
-
+            datasets = need("datasets", use="source=hf:")
             try:
                 found = self._load(datasets, self.part or split)
             except Exception as error:  # datasets raises its own kinds, the hub's, and pyarrow's
@@ -104,7 +104,9 @@ class HubSource(Source):
             load = partial(lambda data: data, data) if data or not file else None
             if file and load is None and "://" in file:  # in a zip, or on the hub
                 load = partial(_read, file)
-            caption = row[caption_column] if isinstance(row[caption_column], str) else ""
+            caption = drawn(row[caption_column], f"{i:08d}") or ""
+            if not isinstance(caption, str):
+                raise ValueError(f"source {self.name} row {i}: {caption_column} is {caption!r}; it must be text")
             path = Path(f"{self.name} row {i}" if load else str(file))
             yield Item(f"{i:08d}", caption.strip(), path, load=load)
         if given < len(numbers):

@@ -1,76 +1,149 @@
-"""WebDataset tars of pictures and captions."""
+"""WebDataset tars of pictures and captions, read through the library `webdataset`."""
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from glob import glob
-from itertools import groupby
 from pathlib import Path
-from typing import IO
+from typing import Any
 
+from draftgrid.common.packages import need
 from draftgrid.data.shards import members
-from draftgrid.data.sources.base import CAPTIONS, Item, ListedSource, by_hash, caption_of, check_split, short_key
+from draftgrid.data.sources.base import (
+    CAPTIONS,
+    Item,
+    ListedSource,
+    by_hash,
+    caption_of,
+    check_split,
+    hidden,
+    short_key,
+)
 
 
 class TarSource(ListedSource):
     """WebDataset tars: `KEY.jpg|jpeg|png|webp` with `KEY.txt`, or `KEY.json` that holds the caption.
 
-    Named by a folder of tars, a pattern with * or {000..063}, or one file. Split as a folder's pictures are.
+    Named by a folder of tars, a pattern with *, or what `webdataset` takes: {000..063}, `pipe:COMMAND`, URLs, several
+    with `::` between. Plain local tars are read in any order, all others from first to last, once to list
+    them and once for every shard that takes samples from them. Split as a folder's pictures are.
     """
 
     licence = "that of the tars' pictures"
     _pictures = ("jpg", "jpeg", "png", "webp")
 
     def __init__(self, pattern: str) -> None:
-        from braceexpand import braceexpand
-
+        self._wds = need("webdataset", use="source=wds:")
         self.name = f"wds:{Path(pattern).name}"
-        folder = [f"{pattern}/*.tar"] if Path(pattern).is_dir() else list(braceexpand(pattern))
-        self.paths = sorted(Path(p) for part in folder for p in (glob(part) if "*" in part else [part]))
-        missing = [p for p in self.paths if not p.is_file()]
-        if missing or not self.paths:
+        folder = _local(pattern) and Path(pattern).is_dir()
+        try:
+            parts = [f"{pattern}/*.tar"] if folder else self._wds.shardlists.expand_urls(pattern)
+        except (AssertionError, ValueError) as error:  # an environment variable that is not set, a brace left open
+            raise ValueError(f"source wds:{pattern} cannot be expanded: {error}") from None
+        local = [p for part in parts if _local(part) for p in (glob(part) if "*" in part else [part])]
+        missing = [p for p in local if not Path(p).is_file()]
+        self.urls = sorted(local, key=lambda p: Path(os.path.abspath(p))) + [part for part in parts if not _local(part)]
+        if missing or not self.urls:
             raise ValueError(f"source wds:{pattern} names {missing[0] if missing else 'no tar file'}; it is not there")
-        self.root = os.path.commonpath([p.parent for p in self.paths])
+        self.root = os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in local]) if local else ""
+        self.sequential = not all(map(_seekable, self.urls))
+        self._url_of: dict[str, str] = {}
 
     def items(self, split: str) -> list[Item]:
         check_split(split, "a set of tars", "all")
         return [item for item in self._all() if split == "all" or by_hash(item.caption) == split]
 
-    def _all(self) -> Iterator[Item]:
-        for path in self.paths:
-            damage: list[str] = []
-            with open(path, "rb") as file:
-                found = members(file, damage)
-                for key, group in groupby(found, key=lambda member: member[0]):
-                    parts = {suffix.lower(): (offset, size) for _, suffix, offset, size in group}
-                    yield from self._item(path, file, key, parts)
-            if damage:
-                raise ValueError(f"{path} is damaged: {damage[0]}")
+    def take(self, split: str, numbers: Sequence[int]) -> Iterator[Item]:
+        if not self.sequential:
+            yield from super().take(split, numbers)
+            return
+        wanted = {item.key: item.identity for item in super().take(split, numbers)}
+        for url in dict.fromkeys(self._url_of[key] for key in wanted):
+            for item in self._read(url):
+                if wanted.get(item.key) == item.identity:
+                    del wanted[item.key]
+                    yield item
+        if wanted:
+            raise ValueError(f"source {self.name} has changed while it was read: {len(wanted)} samples are missing")
 
-    def _item(self, path: Path, file: IO[bytes], key: str, parts: dict[str, tuple[int, int]]) -> Iterator[Item]:
+    def _all(self) -> Iterator[Item]:
+        for url in self.urls:
+            for item in self._read(url):
+                self._url_of[item.key] = url
+                yield replace(item, load=None) if self.sequential else item
+
+    def _read(self, url: str) -> Iterator[Item]:
+        """Raises ValueError if the tar is damaged, or a sample's files do not lie side by side."""
+        seen: set[str] = set()
+        try:
+            for sample in self._wds.tariterators.group_by_keys(_spans(url) if _seekable(url) else self._stream(url)):
+                key = sample["__key__"]
+                if key in seen:
+                    raise ValueError(
+                        f"holds the parts of sample {key} apart, or two samples of this key; a sample's files must "
+                        "lie side by side, under a key of their own"
+                    )
+                seen.add(key)
+                yield from self._item(url, key, sample)
+        except Exception as error:  # tarfile's, a codec's, a pipe's
+            reason = str(error.args[0] if error.args else error).replace("\n", " ") or type(error).__name__
+            if "duplicate file name" in reason:
+                reason = f"holds two samples of one key side by side: {reason.partition(':')[0]} comes twice"
+            said = "" if isinstance(error, ValueError) else "cannot be read: "
+            raise ValueError(f"{url} {said}{reason}") from None
+
+    def _stream(self, url: str) -> Iterator[dict[str, Any]]:
+        with self._wds.gopen(url) as stream:
+            yield from self._wds.tariterators.tar_file_expander(
+                [{"url": url, "stream": stream}], select_files=lambda name: not hidden(name)
+            )
+            while stream.read(1 << 20):  # or the command behind a pipe ends with an error
+                pass
+
+    def _item(self, url: str, key: str, parts: dict[str, Any]) -> Iterator[Item]:
         picture = next((parts[suffix] for suffix in self._pictures if suffix in parts), None)
         if picture is None:
             return
-        caption = ""
-        if "txt" in parts:
-            caption = _span(file, *parts["txt"]).decode("utf-8-sig", "replace").strip()
-        elif "json" in parts:
-            try:
-                row = json.loads(_span(file, *parts["json"]))
+        name = f"{os.path.relpath(url, self.root) if _local(url) else url}/{key}"
+        caption, unique = "", short_key(name)
+        try:
+            if "txt" in parts:
+                caption = _bytes(parts["txt"]).decode("utf-8-sig").strip()
+            elif "json" in parts:
+                row = json.loads(_bytes(parts["json"]))
                 named = [name for name in CAPTIONS if name in row]
-                caption = "" if named and row[named[0]] is None else caption_of(row)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path} sample {key}: .json holds no caption: {error!r}") from None
-        load = partial(_span_of, path, *picture)
-        name = f"{path.relative_to(self.root).as_posix()}/{key}"
-        yield Item(short_key(name), caption, path / key, load=load, size=picture[1])
+                caption = "" if named and row[named[0]] is None else caption_of(row, unique)
+        except (ValueError, KeyError, TypeError) as error:
+            kind = "txt is not UTF-8 text" if "txt" in parts else "json holds no caption"
+            raise ValueError(f"sample {key}: .{kind}: {error!r}") from None
+        size = len(picture) if isinstance(picture, bytes) else picture[2]
+        yield Item(unique, caption, Path(url) / key, load=partial(_bytes, picture), size=size)
 
 
-def _span(file: IO[bytes], offset: int, size: int) -> bytes:
-    return os.pread(file.fileno(), size, offset)
+def _local(url: str) -> bool:
+    return "://" not in url and not url.startswith(("pipe:", "file:"))
 
 
-def _span_of(path: Path, offset: int, size: int) -> bytes:
+def _seekable(url: str) -> bool:
+    return _local(url) and not url.endswith(("gz", "bz2", "xz"))
+
+
+def _spans(path: str) -> Iterator[dict[str, Any]]:
+    """The files of a local tar as `webdataset` groups them, (path, offset, bytes) instead of what they hold."""
+    damage: list[str] = []
     with open(path, "rb") as file:
-        return _span(file, offset, size)
+        for key, suffix, offset, size in members(file, damage):
+            if not hidden(name := f"{key}.{suffix}"):
+                yield {"fname": name, "data": (path, offset, size), "__url__": path}
+    if damage:
+        raise ValueError(f"is damaged: {damage[0]}")
+
+
+def _bytes(part: bytes | tuple[str, int, int]) -> bytes:
+    if isinstance(part, bytes):
+        return part
+    path, offset, size = part
+    with open(path, "rb") as file:
+        return os.pread(file.fileno(), size, offset)
