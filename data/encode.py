@@ -258,9 +258,11 @@ def claim(out: Path, plan: dict, overwrite: bool, advice: str) -> None:
     found = (out / MANIFEST, *sorted(out.glob("shard-*.tar")), *sorted((out / PARTS).glob("[!.]*")))
     held = [path for path in found if path.is_file()]
     if held and not overwrite:
+        theirs = theirs if isinstance(theirs, dict) else {}
         others = ((k, theirs.get(k), v) for k, v in plan.items() if theirs.get(k) != v)
         differing = ", ".join(f"{k}: {there!r} there, {here!r} here" for k, there, here in others)
         raise ValueError(f"{out} holds another encode ({differing}); {advice}")
+    out.resolve().mkdir(parents=True, exist_ok=True)  # also what a link points to
     moving = out / f"{OLD}.moving"  # there if a process was killed while it moved a set
     if held or moving.exists():
         if not moving.exists() and (out / OLD).exists() and not (out / MANIFEST).is_file():

@@ -280,6 +280,7 @@ def test_shards_that_no_encode_made_are_not_taken_for_ours(pictures: Path, tmp_p
         run(pictures, out)
     assert files(out) == before
     (out / "manifest.json").unlink()
+    (out / "plan.json").write_text("[1]")
     with pytest.raises(ValueError, match="holds another encode"):
         run(pictures, out)
     run(pictures, out, overwrite=True)
@@ -634,7 +635,6 @@ def test_an_overwriting_encode_killed_while_it_moves_the_old_set_loses_nothing(
 
 
 def test_a_linked_folder_is_overwritten_where_it_is(pictures: Path, tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
     out = tmp_path / "out"
     out.symlink_to(tmp_path / "real")
     run(pictures, out)
