@@ -45,6 +45,8 @@ def run(config: TrainConfig) -> None:
             if ranks.rank_zero():
                 folder.release()
             raise
+        if ranks.rank_zero():
+            folder.keep()
         try:
             job.trainer.fit(job.module, job.data, ckpt_path=folder.last_checkpoint(), weights_only=True)
         except Stopped as stop:

@@ -114,7 +114,8 @@ def _full_name(name: str, known: Sequence[str]) -> str:
 def compose(schema: type[T], arguments: Sequence[str], recipes: Path | None = None, default_recipe: str = "") -> T:
     """The schema's defaults, the recipe's values over them, the command line's over both; typed and checked.
 
-    `recipes` is the folder of NAME.yaml files that `recipe=NAME` picks from. Raises ValueError.
+    `recipes` is the folder of NAME.yaml files that `recipe=NAME` picks from; `recipe=PATH.yaml` is a file of one's own.
+    Raises ValueError.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize
@@ -129,11 +130,8 @@ def compose(schema: type[T], arguments: Sequence[str], recipes: Path | None = No
     store.store(name="schema", node=schema)
     defaults: list[Any] = ["schema"]
     if recipes is not None:
-        names = sorted(p.stem for p in recipes.glob("*.yaml"))
-        recipe = pairs.pop("recipe", default_recipe)
-        if recipe not in names:
-            raise ValueError(f"unknown recipe {recipe!r}. {suggest(recipe, names)}")
-        node = _recipe(recipes / f"{recipe}.yaml", schema, known)
+        path = _recipe_file(pairs.pop("recipe", default_recipe), recipes, Path())
+        recipe, node = path.stem, _recipe(path, recipes, schema, known)
         store.store(group="recipe", name=recipe, package="_global_", node=node)
         defaults.append({"recipe": recipe})
     text = {n: pairs.pop(n) for n in list(pairs) if _is_text(known[n][0], pairs[n])}
@@ -173,8 +171,46 @@ def compose_plain(schema: type[T], arguments: Sequence[str]) -> T:
     return value
 
 
-def _recipe(path: Path, schema: type, known: dict[str, tuple[Any, Any, str]]) -> Any:
-    """The recipe's YAML, every key known and every value of its field's type. Raises ValueError that names the file."""
+def _recipe_file(name: str, recipes: Path, beside: Path) -> Path:
+    """The file of a recipe: a shipped NAME, or a path that ends in .yaml, seen from `beside`. Raises ValueError."""
+    if name.endswith((".yaml", ".yml")):
+        path = beside / name
+        if not path.is_file():
+            raise ValueError(f"recipe {name!r} is no file: {path} does not exist")
+        return path
+    names = sorted(p.stem for p in recipes.glob("*.yaml"))
+    if name not in names:
+        raise ValueError(f"unknown recipe {name!r}. {suggest(name, names)}")
+    return recipes / f"{name}.yaml"
+
+
+def _recipe(
+    path: Path, recipes: Path, schema: type, known: dict[str, tuple[Any, Any, str]], above: tuple[Path, ...] = ()
+) -> Any:
+    """The recipe's YAML on top of its `base`, every key known and every value of its field's type.
+
+    A recipe for another kind of heads than its base's takes nothing of the base's `heads`. Raises ValueError that names
+    the file, also for bases in a circle.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    node = _recipe_keys(path, schema, known)
+    name = node.pop("base", None) if isinstance(node, DictConfig) else None
+    if name is None:
+        return node
+    above = (*above, path.resolve())
+    file = _recipe_file(str(name), recipes, path.parent)
+    if file.resolve() in above:
+        raise ValueError(f"{path.name}: base is {name!r}, whose own base leads back here; one must have no base")
+    base = _recipe(file, recipes, schema, known, above)
+    mine, theirs = (OmegaConf.select(n, "heads.kind") for n in (node, base))
+    if mine is not None and mine != theirs:
+        base.pop("heads", None)
+    return OmegaConf.merge(base, node)
+
+
+def _recipe_keys(path: Path, schema: type, known: dict[str, tuple[Any, Any, str]]) -> Any:
+    """One file's keys, checked."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -193,6 +229,8 @@ def _recipe(path: Path, schema: type, known: dict[str, tuple[Any, Any, str]]) ->
             raise ValueError(f"{path.name}: {prefix[:-1] or 'the recipe'} is {branch!r}; it must be a group of keys")
         for name in branch:
             full = prefix + str(name)
+            if full == "base":
+                continue
             if any(k.startswith(full + ".") for k in known):
                 walk(branch[name], full + ".")
             elif full not in known:
@@ -200,7 +238,7 @@ def _recipe(path: Path, schema: type, known: dict[str, tuple[Any, Any, str]]) ->
 
     walk(node, "")
     try:
-        OmegaConf.merge(OmegaConf.structured(schema), node)
+        OmegaConf.merge(OmegaConf.structured(schema), {k: v for k, v in node.items() if k != "base"})
     except OmegaConfBaseException as error:
         full = _field(getattr(error, "full_key", None), known)
         if full is None:

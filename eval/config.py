@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from draftgrid.common.cli import key
+from draftgrid.common.cli import check_ranges, key
 
 
 @dataclass
@@ -10,29 +10,26 @@ class DecodingConfig:
     """The one place where a recipe says how its heads will be used."""
 
     guidance: float = key(1.0, "guidance scale the heads are for: of the sheet, of validation, of pictures on the way")
-    top_k: int = key(0, "of all drawing: keep the k most likely tokens; 0 = all")
+    top_k: int = key(0, "of all drawing: keep the k most likely tokens; 0 = all", least=0)
 
     def check(self) -> None:
         """Raises ValueError naming the field."""
-        if self.top_k < 0:
-            raise ValueError(f"decoding.top_k is {self.top_k}; use 0 (all tokens) or more")
+        check_ranges(self, "decoding.")
 
 
 @dataclass
 class EvaluateConfig:
-    eval_every: int = key(0, "steps between drawing validation prompts with the heads as they are; 0 = never")
-    images: int = key(8, "prompts that are drawn")
+    eval_every: int = key(0, "steps between drawing validation prompts with the heads as they are; 0 = never", least=0)
+    images: int = key(8, "prompts that are drawn", least=1)
     prompts: str = key("", "text file of prompts, or emoji:validation; '' = captions of the validation set")
     decoders: str = key("ar,ssd,ssd_coupled", "what draws them; those that cannot draft with the heads are left out")
-    batch_size: int = key(4, "pictures drawn together: two branches each, and a cache, beside what training holds")
+    batch_size: int = key(
+        4, "pictures drawn together: two branches each, and a cache, beside what training holds", least=1
+    )
 
     def check(self, kind: str) -> None:
         """`kind` of heads. Raises ValueError naming the field."""
-        if self.eval_every < 0:
-            raise ValueError(f"evaluate.eval_every is {self.eval_every}; use 0 (never) or more")
-        for name in ("images", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"evaluate.{name} is {getattr(self, name)}; at least 1 is needed")
+        check_ranges(self, "evaluate.")
         if not self.eval_every:
             return
         from draftgrid.eval.setup import parse_decoders

@@ -28,7 +28,7 @@ class EvalConfig:
     )
     backbone: str = key("emoji", "folder or hub id (org/name@revision) of the backbone; emoji is the demo's own")
     local_files_only: bool = key(False, "ask the hub's cache on this machine alone, never the hub")
-    adapter: str = key("", "the backbone's adapter; '' = what the checkpoint says")
+    adapter: str = key("", "the backbone's adapter, or your own package.module:Class; '' = what the checkpoint says")
     grid: list[int] = key(list, "[rows, columns]; empty = what the checkpoint says")
     tokenizer: str = key("", "folder of the image tokenizer; '' = the backbone's own")
     prompts: str = key("emoji:test", "text file of prompts (one a line), or emoji:train|validation|test")

@@ -27,7 +27,7 @@ from draftgrid.heads.tokenizers import ImageTokenizer, load_tokenizer
 @dataclass
 class CheckConfig:
     backbone: str = key("emoji", "folder or hub id of the backbone; emoji is the demo's own")
-    adapter: str = key("", "the backbone's adapter; '' = what the checkpoint says")
+    adapter: str = key("", "the backbone's adapter, or your own package.module:Class; '' = what the checkpoint says")
     grid: list[int] = key(list, "[rows, columns]; empty = what the checkpoint says")
     tokenizer: str = key("", "folder of the image tokenizer; '' = the backbone's own")
     dtype: str = key("auto", f"{', '.join(DTYPES)}; auto = float32 on a CPU, bfloat16 on a GPU")

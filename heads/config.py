@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
-from draftgrid.common.cli import key
+from draftgrid.common.cli import check_ranges, key
 from draftgrid.heads.grid import Offset
 
 INPUTS = ("h+e", "h", "e")
 KINDS = {"offsets": "draftgrid.heads.offsets:OffsetHeads", "chain": "draftgrid.heads.chain:ChainHeads"}
 """Kinds of heads, and the class of each."""
+UNREAD = {"offsets": ("cell", "rows", "lefts", "recent"), "chain": ("right", "down", "input", "shared")}
+"""Settings that a kind of heads does not read, and that are refused with it."""
 TARGETS = ("h_pre", "h_post", "token")
 
 
@@ -21,43 +23,38 @@ class HeadsConfig:
         "what a head reads and predicts: h_pre (state before the final norm), h_post (behind it), "
         "token (as h_pre, but trained on the true token alone)",
     )
-    right: int = key(5, "kind=offsets: heads to the right, 1 .. right cells")
-    down: int = key(2, "kind=offsets: heads below, 1 .. down rows")
-    width: int = key(0, "hidden width of each head's SwiGLU; 0 = the backbone's hidden size")
+    right: int = key(5, "kind=offsets: heads to the right, 1 .. right cells", least=0)
+    down: int = key(2, "kind=offsets: heads below, 1 .. down rows", least=0)
+    width: int = key(0, "hidden width of each head's SwiGLU; 0 = the backbone's hidden size", least=0)
     input: str = key("h+e", "kind=offsets: what a head reads, h+e (state and token embedding), h, or e")
     shared: bool = key(False, "kind=offsets: one trunk for all offsets, and a part of `rank` units for each")
-    project_rank: int = key(0, "rank of the matrix W0 a head begins with; 0 = full")
+    project_rank: int = key(0, "rank of the matrix W0 a head begins with; 0 = full", least=0)
     rank: int = key(
         0,
         "kind=chain: units through which the left token enters; shared=true: units of an offset's own part; "
         "0 = a quarter of the hidden size",
+        least=0,
     )
-    cell: int = key(0, "kind=chain: numbers each cell above is squeezed to; 0 = half of the hidden size")
-    rows: int = key(1, "kind=chain: rows of context above, 1 or 2")
-    lefts: int = key(1, "kind=chain: tokens to the left, 1 or 2")
+    cell: int = key(0, "kind=chain: numbers each cell above is squeezed to; 0 = half of the hidden size", least=0)
+    rows: int = key(1, "kind=chain: rows of context above, 1 or 2", least=1, most=2)
+    lefts: int = key(1, "kind=chain: tokens to the left, 1 or 2", least=1, most=2)
     recent: int = key(
-        0, "kind=chain: cells to the right of the newest drawn one whose prediction reads its state too; 0 = none"
+        0,
+        "kind=chain: cells to the right of the newest drawn one whose prediction reads its state too; 0 = none",
+        least=0,
     )
 
     def check(self) -> None:
         """Raises ValueError naming the field."""
+        check_ranges(self, "heads.")
         for name, known in (("kind", KINDS), ("target", TARGETS), ("input", INPUTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"heads.{name} is {getattr(self, name)!r}; use one of {', '.join(known)}")
-        for name, default in (
-            ("cell", "half of the hidden size"),
-            ("rank", "a quarter of the hidden size"),
-            ("width", "the backbone's hidden size"),
-            ("project_rank", "full rank"),
-            ("recent", "none"),
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"heads.{name} is {getattr(self, name)}; use 0 for {default}, or a positive number")
-        if self.right < 0 or self.down < 0 or self.right + self.down == 0:
+        if self.right + self.down == 0:
             raise ValueError(f"heads.right is {self.right} and heads.down is {self.down}; at least one head is needed")
-        for name in ("rows", "lefts"):
-            if getattr(self, name) not in (1, 2):
-                raise ValueError(f"heads.{name} is {getattr(self, name)}; use 1 or 2")
+        for name in UNREAD[self.kind]:
+            if (value := getattr(self, name)) != getattr(HeadsConfig, name):
+                raise ValueError(f"heads.{name} is {value}, but heads.kind={self.kind} does not read it; leave it out")
 
     @property
     def offsets(self) -> list[Offset]:
@@ -66,37 +63,39 @@ class HeadsConfig:
 
 @dataclass
 class OptimConfig:
-    lr: float = key(1e-3, "peak learning rate of AdamW")
-    warmup: int = key(50, "steps of linear warm-up, then cosine decay")
-    final: float = key(0.05, "last learning rate, as a share of the peak")
-    weight_decay: float = key(0.01, "on matrices, not on norms")
-    beta2: float = key(0.99, "AdamW's second-moment decay")
+    lr: float = key(1e-3, "peak learning rate of AdamW", above=0)
+    warmup: int = key(50, "steps of linear warm-up, then cosine decay", least=0)
+    final: float = key(0.05, "last learning rate, as a share of the peak", least=0, most=1)
+    weight_decay: float = key(0.01, "on matrices, not on norms", least=0)
+    beta2: float = key(0.99, "AdamW's second-moment decay", least=0, most=1)
 
     def check(self) -> None:
         """Raises ValueError naming the field."""
-        if self.lr <= 0:
-            raise ValueError(f"optim.lr is {self.lr}; it must be positive")
-        if self.warmup < 0:
-            raise ValueError(f"optim.warmup is {self.warmup}; it counts steps, so 0 or more")
+        check_ranges(self, "optim.")
 
 
 @dataclass
 class LossConfig:
     state: float = key(
-        1.0, "weight of Smooth-L1 on the state; with heads.target=token, of the cross-entropy to the true token"
+        1.0,
+        "weight of Smooth-L1 on the state; with heads.target=token, of the cross-entropy to the true token",
+        least=0,
     )
-    tv: float = key(0.0, "weight of 1 - sum of min(p, q), the chance of a rejected draft")
-    ce: float = key(0.0, "weight of the cross-entropy -sum of p log q")
-    kl: float = key(0.0, "weight of KL(p || q); its gradient is ce's")
-    weights: dict[str, float] = key(dict, "weights of heads by name, {right1: 2}; those not named have 1")
+    tv: float = key(0.0, "weight of 1 - sum of min(p, q), the chance of a rejected draft", least=0)
+    ce: float = key(0.0, "weight of the cross-entropy -sum of p log q", least=0)
+    kl: float = key(0.0, "weight of KL(p || q); its gradient is ce's", least=0)
+    weights: dict[str, float] = key(dict, "weights of heads by name, {right1: 2}; those not named have 1", least=0)
     guidance: list[float] = key(
         [1.0], "guidance scales at which p and q are taken; with one other than 1 both branches are trained on"
     )
-    top_k: int = key(0, "p keeps its k most likely tokens, and q in tv its own, as when decoding; 0 = all")
-    chunk: int = key(1024, "positions of the batch whose logits are held at once; 0 = all")
+    top_k: int = key(0, "p keeps its k most likely tokens, and q in tv its own, as when decoding; 0 = all", least=0)
+    chunk: int = key(1024, "positions of the batch whose logits are held at once; 0 = all", least=0)
     recompute: bool = key(False, "recompute a head's activations in the backward pass: less memory, a third more work")
     own_drafts: float = key(
-        0.0, "kind=chain: share of left tokens replaced by one drawn from the head's own q, as when decoding"
+        0.0,
+        "kind=chain: share of left tokens replaced by one drawn from the head's own q, as when decoding",
+        least=0,
+        most=1,
     )
 
     @property
@@ -110,14 +109,9 @@ class LossConfig:
 
     def check(self) -> None:
         """Raises ValueError naming the field."""
-        for name in ("state", "tv", "ce", "kl"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"loss.{name} is {getattr(self, name)}; it is a weight, so 0 or more")
+        check_ranges(self, "loss.")
         if not self.state and not self.on_distributions:
             raise ValueError("loss.state, loss.tv, loss.ce and loss.kl are all 0; give one of them a weight")
-        for name, weight in self.weights.items():
-            if not 0 <= weight < float("inf"):
-                raise ValueError(f"loss.weights gives {name} the weight {weight}; use 0 or more")
         if not self.guidance:
             raise ValueError("loss.guidance is empty; use [1.0], or the guidance scales you decode with")
         for name, value in (("guidance", self.guidance if self.guided else None), ("top_k", self.top_k)):
@@ -125,18 +119,13 @@ class LossConfig:
                 raise ValueError(
                     f"loss.{name} is {value}, but loss.tv, loss.ce and loss.kl are 0; only those terms know p and q"
                 )
-        for name in ("top_k", "chunk"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"loss.{name} is {getattr(self, name)}; use 0 (all) or more")
-        if not 0 <= self.own_drafts <= 1:
-            raise ValueError(f"loss.own_drafts is {self.own_drafts}; it is a share between 0 and 1")
 
 
 @dataclass
 class Emu3Size:
-    hidden_size: int = key(256, "task=backbone: width of the new backbone")
-    layers: int = key(6, "task=backbone: transformer layers")
-    intermediate_size: int = key(640, "task=backbone: width of its MLP")
-    heads: int = key(4, "task=backbone: attention heads")
-    kv_heads: int = key(2, "task=backbone: key-value heads")
-    dropout: float = key(0.1, "task=backbone: attention dropout while it is trained")
+    hidden_size: int = key(256, "task=backbone: width of the new backbone", least=1)
+    layers: int = key(6, "task=backbone: transformer layers", least=1)
+    intermediate_size: int = key(640, "task=backbone: width of its MLP", least=1)
+    heads: int = key(4, "task=backbone: attention heads", least=1)
+    kv_heads: int = key(2, "task=backbone: key-value heads", least=1)
+    dropout: float = key(0.1, "task=backbone: attention dropout while it is trained", least=0, most=1)

@@ -57,7 +57,7 @@ def train(
     """A run of a few steps in the tiny world, the witness standing behind the preview."""
     L.seed_everything(0, verbose=False)
     backbone = load_backbone(world.backbone)
-    heads = new_heads(HeadsConfig(kind=kind, right=2, down=1), backbone)
+    heads = new_heads(HeadsConfig(kind=kind, **({"right": 2, "down": 1} if kind == "offsets" else {})), backbone)
     module = HeadsModule(backbone, heads, OptimConfig(lr=1e-2, warmup=1))
     tokenizer = load_tokenizer(world.backbone)
     data = TokenDataModule(StreamConfig(str(world.data), batch_size=4, workers=0), tokenizer.fingerprint, (4, 4))

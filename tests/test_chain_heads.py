@@ -193,7 +193,9 @@ def test_drafting_position_by_position_says_what_the_whole_picture_is_predicted_
 def test_drafts_of_a_network_are_accepted_as_often_as_their_distributions_overlap(kind: str) -> None:
     """One draft, at position 1: the share that passes its first test is 1 - TV(q, p) within 3 sigma."""
     backbone, count = tiny_emu3((1, 3), codes=6, double=True, spread=3.0), 4000
-    heads = new_heads(HeadsConfig(right=1, down=0, kind=kind), backbone).double()
+    heads = new_heads(
+        HeadsConfig(kind=kind, **({"right": 1, "down": 0} if kind == "offsets" else {})), backbone
+    ).double()
     stats = decode(backbone, ["blue"] * count, heads, decoder="ssd_coupled", window=2, uniform=0.1).stats
     pictures = torch.zeros(6, 1, 3, dtype=torch.long)
     pictures[:, 0, 0] = torch.arange(6)

@@ -231,7 +231,7 @@ class TestErrors:
 def test_a_folder_of_pictures_is_encoded_with_meta_s_release(release: Path, tmp_path: Path) -> None:
     pictures = write_pictures(tmp_path / "pictures", 3, size=40)
     keys = {"source": f"folder:{pictures}", "tokenizer": str(release), "split": "all", "out": str(tmp_path / "out")}
-    run(EncodeConfig(**keys, size=32, shards=1))
+    run(EncodeConfig(**keys, size="32", shards=1))
     manifest = read_manifest(tmp_path / "out")
     assert (manifest.grid, manifest.codes, manifest.samples) == ((16, 16), 24, 3)
     assert manifest.tokenizer == load_tokenizer(release).fingerprint

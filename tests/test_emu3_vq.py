@@ -115,9 +115,9 @@ def test_a_folder_of_pictures_is_encoded_with_it(model: Emu3VQVAE, tmp_path: Pat
     folder = whole_checkpoint(model, tmp_path / "vq")
     pictures = write_pictures(tmp_path / "pictures", 5, size=40)
     keys = {"source": f"folder:{pictures}", "tokenizer": str(folder), "split": "all", "out": str(tmp_path / "out")}
-    with pytest.raises(ValueError, match="size is 31; this tokenizer needs a multiple of 2 pixels"):
-        run(EncodeConfig(**keys, size=31))
-    run(EncodeConfig(**keys, size=32, shards=1))
+    with pytest.raises(ValueError, match="size is 31x31; this tokenizer needs multiples of 2 pixels"):
+        run(EncodeConfig(**keys, size="31"))
+    run(EncodeConfig(**keys, size="32", shards=1))
     manifest = read_manifest(tmp_path / "out")
     assert (manifest.grid, manifest.codes, manifest.samples) == ((16, 16), 24, 5)
     tokenizer = load_tokenizer(folder)

@@ -108,7 +108,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ready]:
             side = GRID[0] * family.patch
             pictures, data = write_pictures(root / "pictures", 16, size=side), root / "data"
             for split in ("train", "validation"):
-                settings = {"tokenizer": str(tokenizer or checkpoint), "split": "all", "shards": 2, "size": side}
+                settings = {"tokenizer": str(tokenizer or checkpoint), "split": "all", "shards": 2, "size": str(side)}
                 encode(EncodeConfig(source=f"folder:{pictures}", out=str(data / split), **settings))
             prompts = root / "prompts.txt"
             prompts.write_text("a red apple\n")

@@ -180,6 +180,7 @@ def test_overwrite_starts_anew_and_forgets_the_old_run(tmp_path: Path, recipe: s
     (folder.checkpoints / step_file(1)).write_bytes(b"weights")
     folder.finish({"acceptance": 0.5})
     assert folder.claim(recipe, "auto", True) is False
+    folder.keep()
     assert files(tmp_path) == {"run/config.yaml": recipe.encode()}
     assert folder.last_checkpoint() is None
 

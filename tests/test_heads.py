@@ -77,7 +77,7 @@ def test_an_oracle_head_has_simulated_acceptance_one_and_the_decoder_accepts_eve
     for name in module.pairs:
         assert module.means[f"acceptance/{name}"].compute().item() == pytest.approx(1, abs=1e-5)
         assert module.means[f"smooth_l1/{name}"].compute().item() == pytest.approx(0, abs=1e-8)
-    result = decode(backbone, ["a red apple"], heads, rounds=1, temperature=0)
+    result = decode(backbone, ["a red apple"], heads, decoder="ssd", rounds=1, temperature=0)
     assert torch.equal(result.tokens, picture)
     assert result.stats.acceptance == {**{f"right{k}": 1.0 for k in range(1, 6)}, "down1": 1.0}
     assert result.stats.change_rate == 0.0
@@ -88,7 +88,7 @@ def test_simulated_acceptance_of_untrained_heads_is_the_decoders_measured_accept
     backbone = tiny_emu3((1, 4), codes=6, spread=3.0)
     heads = new_heads(HeadsConfig(right=3, down=0), backbone)
     count = 3000
-    result = decode(backbone, ["blue"] * count, heads, rounds=1)
+    result = decode(backbone, ["blue"] * count, heads, decoder="ssd", rounds=1)
     first = decode(backbone, ["blue"] * count, decoder="ar").tokens
     module = module_of(backbone, heads)
     module.validation_step(_batch(first, ["blue"] * count), 0)
@@ -139,7 +139,7 @@ class TestExport:
         assert loaded.config == heads.config and loaded.trained_on == heads.trained_on
         for name, tensor in heads.state_dict().items():
             assert torch.equal(tensor, loaded.state_dict()[name])
-        one, two = (decode(backbone, ["blue"], h, rounds=1).tokens for h in (heads, loaded))
+        one, two = (decode(backbone, ["blue"], h, decoder="ssd", rounds=1).tokens for h in (heads, loaded))
         assert torch.equal(one, two)
         assert not loaded.training and not any(p.requires_grad for p in loaded.parameters())
 

@@ -25,7 +25,8 @@ def module_of(loss: LossConfig, dtype: torch.dtype = torch.float64, **heads: obj
     if dtype == torch.float64:  # transformers' own works in fp32 whatever it is given
         backbone.text.norm = nn.RMSNorm(32, 1e-5, dtype=dtype)
         backbone.freeze()
-    config = HeadsConfig(**{"right": 3, "down": 2, **heads})
+    reach = {} if heads.get("kind") == "chain" else {"right": 3, "down": 2}
+    config = HeadsConfig(**{**reach, **heads})
     return HeadsModule(backbone, new_heads(config, backbone).to(dtype), OptimConfig(), loss=loss)
 
 
@@ -226,14 +227,14 @@ class TestSettings:
     @pytest.mark.parametrize(
         "fields,message",
         [
-            ({"tv": -1.0}, "loss.tv is -1.0; it is a weight, so 0 or more"),
+            ({"tv": -1.0}, "loss.tv is -1.0; use a finite number of at least 0"),
             ({"state": 0.0}, "loss.state, loss.tv, loss.ce and loss.kl are all 0"),
             ({"guidance": []}, "loss.guidance is empty"),
             ({"guidance": [3.0]}, r"loss.guidance is \[3.0\], but loss.tv, loss.ce and loss.kl are 0"),
             ({"top_k": 5}, "loss.top_k is 5, but loss.tv, loss.ce and loss.kl are 0"),
             ({"chunk": -1}, "loss.chunk is -1"),
-            ({"own_drafts": 1.5}, "loss.own_drafts is 1.5; it is a share between 0 and 1"),
-            ({"weights": {"right1": -1.0}}, "loss.weights gives right1 the weight -1.0"),
+            ({"own_drafts": 1.5}, "loss.own_drafts is 1.5; use a number from 0 to 1"),
+            ({"weights": {"right1": -1.0}}, "loss.weights is .*-1.0}; use a finite number of at least 0"),
         ],
     )
     def test_wrong_ones_are_named(self, fields: dict, message: str) -> None:

@@ -424,9 +424,9 @@ class TestCommand:
         ("keys", "words"),
         [
             (["backbone.checkpoint=/none/such"], ["backbone.checkpoint is '/none/such'", "config.json", "emoji"]),
-            (["backbone.adapter=emu4"], ["backbone.adapter is 'emu4'", "emu3"]),
+            (["backbone.adapter=emu4"], ["adapter is 'emu4'", "emu3", "package.module:Class"]),
             (["assume.utilisation=45"], ["assume.utilisation is 45", "at most 1"]),
-            (["assume.acceptance=[1.5]"], ["assume.acceptance is [1.5]", "between 0 and 1"]),
+            (["assume.acceptance=[1.5]"], ["assume.acceptance is [1.5]", "from 0 to 1"]),
         ],
     )
     def test_what_is_wrong_is_said_in_a_sentence(self, keys: list[str], words: list[str], capsys) -> None:

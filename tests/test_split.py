@@ -170,5 +170,5 @@ def test_changed_data_is_noticed_when_a_run_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_weight_that_is_none_is_refused(tmp_path: Path, weight: float) -> None:
-    with pytest.raises(ValueError, match=r"data\.mix gives x the weight"):
+    with pytest.raises(ValueError, match=r"data\.mix is .*; use a finite number above 0"):
         config(tmp_path, mix={"x": weight}).check()

@@ -423,7 +423,7 @@ class TestBadInput:
         [
             ({"recipe": "emoji_sd"}, "unknown recipe 'emoji_sd'. Did you mean 'emoji_ssd'"),
             ({"trainer.step": 3}, "unknown key 'trainer.step'. Did you mean 'trainer.steps'"),
-            ({"trainer.steps": 0}, "trainer.steps is 0; at least 1"),
+            ({"trainer.steps": 0}, "trainer.steps is 0; use a finite number of at least 1"),
             ({"trainer.steps": "many"}, "trainer.steps is 'many'; it must be of type int"),
             ({"trainer.precision": "bf16"}, "trainer.precision is 'bf16'; use one of auto, 32-true"),
             ({"task": "body"}, "task is 'body'; use heads or backbone"),

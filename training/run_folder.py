@@ -29,7 +29,7 @@ class RunFolder:
         """
         config = self.path / "config.yaml"
         if overwrite and config.is_file():
-            shutil.rmtree(self.path)
+            self._set_aside()
         begun = any((self.path / name).exists() for name in MADE)
         if config.is_file() and begun:
             theirs = config.read_text(encoding="utf-8")
@@ -42,15 +42,39 @@ class RunFolder:
                 raise ValueError(f"out={self.path} holds a run and resume=never; choose another out, or overwrite=true")
             return (self.path / "metrics.json").is_file()
         # A start that failed leaves its claim, one that was killed a .part file: neither is anybody's work.
-        own = {"config.yaml", "run.json", "logs"}
+        own = {"config.yaml", "run.json", "logs", ".old"}
         held = self.path.iterdir() if self.path.is_dir() else ()
         if any(p.name not in own and p.suffix not in (".log", ".part") for p in held):
             raise ValueError(f"out={self.path} is a folder with other files in it; choose an empty or new one")
         write_text(config, recipe)
         return False
 
+    def _set_aside(self) -> None:
+        """Move what the folder holds into .old; the folder itself stays, for it may be a link."""
+        self.keep()
+        self.old.mkdir()
+        for item in self.path.iterdir():
+            if item != self.old:
+                item.rename(self.old / item.name)
+
+    def keep(self) -> None:
+        """The new run stands: remove what it replaces."""
+        shutil.rmtree(self.old, ignore_errors=True)
+
+    @property
+    def old(self) -> Path:
+        return self.path / ".old"
+
     def release(self) -> None:
-        """Undo the claim of a start that failed before it made anything."""
+        """Undo the claim of a start that failed before it made anything; a run set aside for it is put back."""
+        if self.old.is_dir():
+            for item in self.path.iterdir():
+                if item != self.old:
+                    shutil.rmtree(item) if item.is_dir() else item.unlink()
+            for item in self.old.iterdir():
+                item.rename(self.path / item.name)
+            self.old.rmdir()
+            return
         if any((self.path / name).exists() for name in MADE):
             return
         (self.path / "config.yaml").unlink(missing_ok=True)

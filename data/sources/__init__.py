@@ -8,6 +8,7 @@ from draftgrid.data.sources.emoji import EmojiSource
 from draftgrid.data.sources.folder import FolderSource
 from draftgrid.data.sources.hub import HubSource
 from draftgrid.data.sources.tars import TarSource
+from draftgrid.heads.backbones.loading import ASSETS
 
 __all__ = [
     "ABSENT",
@@ -50,15 +51,16 @@ def open_source(name: str, copies: int = 1, image: str = "", caption: str = "", 
 
 
 def read_prompts(name: str) -> list[str]:
-    """Prompts from a text file (one a line), a .json list, or `emoji:SPLIT` (one a picture, in the split's order).
+    """Prompts from a text file (one a line), a .json list, `emoji:SPLIT` (one a picture, in the split's order), or
+    `photos`, a few for a model that draws photographs.
 
     Raises ValueError if the file does not exist, is not UTF-8 text or holds no prompt.
     """
     if name.startswith("emoji:"):
         return [item.caption for item in EmojiSource().items(name.removeprefix("emoji:"))]
-    path = Path(name)
+    path = ASSETS / "photos.txt" if name == "photos" else Path(name)
     if not path.is_file():
-        raise ValueError(f"prompts is {name!r}; it is neither a text file nor emoji:train|validation|test")
+        raise ValueError(f"prompts is {name!r}; it is neither a text file nor emoji:train|validation|test nor photos")
     prompts = read_json(path) if path.suffix == ".json" else read_lines(path)
     if not isinstance(prompts, list) or not all(isinstance(p, str) for p in prompts):
         raise ValueError(f"{path} must hold a list of texts")

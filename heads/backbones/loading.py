@@ -7,7 +7,7 @@ import torch
 
 from draftgrid.common.files import read_json
 from draftgrid.heads.backbones.base import CARD, Backbone
-from draftgrid.heads.backbones.registry import FAMILIES, family
+from draftgrid.heads.backbones.registry import FAMILIES, find_class
 from draftgrid.heads.weights import HUB_ID, fetch
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -51,6 +51,16 @@ def read_card(folder: Path) -> dict[str, Any]:
     return {"adapter": FAMILIES[config["model_type"]]} if config.get("model_type") in FAMILIES else {}
 
 
+def adapter_class(adapter: str | None, where: str) -> type[Backbone]:
+    """`registry.find_class`, of which it raises ValueError too unless it is a complete adapter."""
+    found = find_class(adapter, where)
+    if not issubclass(found, Backbone):
+        raise ValueError(f"adapter is {adapter!r}, but it is no subclass of draftgrid.heads.backbones.Backbone")
+    if missing := sorted(found.__abstractmethods__):
+        raise ValueError(f"adapter is {adapter!r}, but it lacks {', '.join(missing)}")
+    return found
+
+
 def load_backbone(
     checkpoint: str | Path = "emoji",
     *,
@@ -76,7 +86,7 @@ def load_backbone(
     card = read_card(path)
     settings = {"grid": grid or card.get("grid"), "unconditional": card.get("unconditional")}
     given = {k: v for k, v in settings.items() if v is not None}
-    kind = family(adapter or card.get("adapter"), f"{path}/config.json")
+    kind = adapter_class(adapter or card.get("adapter"), f"{path}/config.json")
     backbone = kind.from_pretrained(path, dtype=dtype, device_map=device_map, **given)
     if path != Path(checkpoint) and HUB_ID.fullmatch(str(checkpoint)):
         backbone.name, backbone.revision = str(checkpoint).partition("@")[0], path.name

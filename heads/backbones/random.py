@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.backbones.loading import adapter_class
 from draftgrid.heads.backbones.published import CONFIGS, meta_model
-from draftgrid.heads.backbones.registry import family
 
 PROMPT, UNCONDITIONAL = 64, 48
 """Tokens of a random prompt and of its unconditional twin, which differ in length as those of real ones do."""
@@ -38,7 +38,7 @@ def random_backbone(
     if narrow:
         _narrow(config, text)
     name = f"random:{kind}"
-    adapter, model = family(kind, name), meta_model(config, name)
+    adapter, model = adapter_class(kind, name), meta_model(config, name)
     adapter.lighten(model)
     model = model.to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)

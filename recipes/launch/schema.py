@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftgrid.common.cli import key
+from draftgrid.common.cli import check_ranges, key
 from draftgrid.data.config import StreamConfig
 from draftgrid.eval.config import DecodingConfig, EvaluateConfig
 from draftgrid.heads.config import Emu3Size, HeadsConfig, LossConfig, OptimConfig
@@ -20,8 +20,8 @@ class BackboneConfig:
     checkpoint: str = key("emoji", "folder or hub id (org/name) of the frozen backbone; emoji is the demo's own")
     revision: str = key("", "of a hub id: branch, tag or commit; '' = the main branch")
     local_files_only: bool = key(False, "ask the hub's cache on this machine alone, never the hub")
-    adapter: str = key("", "emu3, janus_pro or lumina_mgpt; '' = what the checkpoint says")
-    grid: list[int] = key(list, "[rows, columns] of image tokens; empty = what the checkpoint says")
+    adapter: str = key("", "emu3, janus_pro, lumina_mgpt or your package.module:Class; '' = what the checkpoint says")
+    grid: list[int] = key(list, "[rows, columns] of image tokens; empty = what the checkpoint says", least=1)
     tokenizer: str = key("", "folder of the image tokenizer; '' = the checkpoint's own")
     codes: int = key(512, "task=backbone: size of the codebook to fit")
     size: Emu3Size = field(default_factory=Emu3Size)
@@ -33,7 +33,7 @@ class BackboneConfig:
 
     def check(self) -> None:
         """Raises ValueError naming the field."""
-        if self.grid and (len(self.grid) != 2 or min(self.grid) < 1):
+        if self.grid and len(self.grid) != 2:
             raise ValueError(f"backbone.grid is {self.grid}; use [rows, columns]")
         if self.revision and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.checkpoint):
             raise ValueError(
@@ -44,64 +44,60 @@ class BackboneConfig:
 
 @dataclass
 class TrainerConfig:
-    steps: int = key(1000, "optimizer steps")
-    devices: int = key(1, "processes on this machine; under torchrun its own count wins")
-    num_nodes: int = key(1, "machines; more than one are started by torchrun, whose own count wins")
+    steps: int = key(1000, "optimizer steps", least=1)
+    devices: int = key(1, "processes on this machine; under torchrun its own count wins", least=1)
+    num_nodes: int = key(1, "machines; more than one are started by torchrun, whose own count wins", least=1)
     strategy: str = key("auto", "auto (ddp for several processes), ddp, deepspeed_1, deepspeed_2, deepspeed_3 or fsdp")
     accelerator: str = key("auto", "auto, cpu or gpu")
     precision: str = key("auto", "32-true, bf16-mixed, bf16-true; auto = bf16-mixed where it is fast, else 32-true")
-    accumulate: int = key(1, "batches per optimizer step")
-    clip: float = key(1.0, "gradient norm is clipped to this; 0 = never")
-    validate_every: int = key(200, "steps between validations")
-    save_every: int = key(100, "steps between checkpoints")
-    keep: int = key(2, "newest checkpoints that are kept, beside the best")
-    max_hours: float = key(0.0, "save and end after so many hours; the same command goes on. 0 = never")
-    max_skipped: float = key(0.01, "share of samples without finite states or loss that a run puts up with")
+    accumulate: int = key(1, "batches per optimizer step", least=1)
+    clip: float = key(1.0, "gradient norm is clipped to this; 0 = never", least=0)
+    validate_every: int = key(200, "steps between validations", least=1)
+    save_every: int = key(100, "steps between checkpoints", least=1)
+    keep: int = key(2, "newest checkpoints that are kept, beside the best", least=1)
+    max_hours: float = key(0.0, "save and end after so many hours; the same command goes on. 0 = never", least=0)
+    max_skipped: float = key(
+        0.01, "share of samples without finite states or loss that a run puts up with", least=0, most=1
+    )
     compile: bool = key(False, "compile the heads with torch.compile")
-    threads: int = key(0, "CPU threads; 0 = torch's own choice")
+    threads: int = key(0, "CPU threads; 0 = torch's own choice", least=0)
 
 
 @dataclass
 class SheetConfig:
-    images: int = key(6, "held-out prompts drawn with AR and SSD at the end; 0 = none")
-    prompts: str = key("emoji:test", "text file of prompts, or emoji:validation|test")
-    rounds: int = key(2, "verification rounds of SSD")
+    images: int = key(6, "held-out prompts drawn with AR and SSD at the end; 0 = none", least=0)
+    prompts: str = key("emoji:test", "text file of prompts, emoji:validation|test, or photos")
+    rounds: int = key(2, "verification rounds of SSD", least=0)
 
 
 @dataclass
 class AssumeConfig:
-    gpus: int = key(0, "plan=true: GPUs; 0 = trainer.devices x trainer.num_nodes, or 8 where that is 1")
-    memory_gb: float = key(141.0, "plan=true: memory of a GPU, 10^9 bytes (H200)")
-    flops: float = key(989e12, "plan=true: a GPU's dense bf16 FLOP/s (H100, H200)")
-    utilisation: float = key(0.45, "plan=true: share of them that is reached")
-    bandwidth: float = key(4.8e12, "plan=true: bytes/s a GPU reads from its memory (H200)")
-    prompt_tokens: int = key(64, "plan=true: tokens of a prompt, header included")
-    acceptance: list[float] = key([0.5, 0.7, 0.9], "plan=true: chances of a draft to be accepted by an exact decoder")
-    window: int = key(16, "plan=true: positions ssd_coupled has in flight")
+    gpus: int = key(0, "plan=true: GPUs; 0 = trainer.devices x trainer.num_nodes, or 8 where that is 1", least=0)
+    memory_gb: float = key(141.0, "plan=true: memory of a GPU, 10^9 bytes (H200)", above=0)
+    flops: float = key(989e12, "plan=true: a GPU's dense bf16 FLOP/s (H100, H200)", above=0)
+    utilisation: float = key(0.45, "plan=true: share of them that is reached", above=0, most=1)
+    bandwidth: float = key(4.8e12, "plan=true: bytes/s a GPU reads from its memory (H200)", above=0)
+    prompt_tokens: int = key(64, "plan=true: tokens of a prompt, header included", least=1)
+    acceptance: list[float] = key(
+        [0.5, 0.7, 0.9], "plan=true: chances of a draft to be accepted by an exact decoder", least=0, most=1
+    )
+    window: int = key(16, "plan=true: positions ssd_coupled has in flight", least=1)
 
     def check(self) -> None:
         """Raises ValueError naming the field."""
-        for name in ("memory_gb", "flops", "utilisation", "bandwidth", "prompt_tokens", "window"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"assume.{name} is {getattr(self, name)}; it must be positive")
-        if self.gpus < 0:
-            raise ValueError(f"assume.gpus is {self.gpus}; use 0 (the recipe's) or more")
-        if self.utilisation > 1:
-            raise ValueError(f"assume.utilisation is {self.utilisation}; it is a share, at most 1")
-        if any(not 0 <= a <= 1 for a in self.acceptance):
-            raise ValueError(f"assume.acceptance is {self.acceptance}; each is a chance between 0 and 1")
+        check_ranges(self, "assume.")
 
 
 @dataclass
 class TrainConfig:
-    recipe: str = key(DEFAULT, "name of a file in recipes/")
+    recipe: str = key(DEFAULT, "a shipped recipe's name, or a .yaml file of your own, which may have a `base:`")
     task: str = key("heads", "heads on a frozen backbone, or backbone (the demo's own)")
     out: str = key("", "run folder; '' = runs/RECIPE")
     resume: str = key("auto", "auto: go on where the run in out stopped; never: refuse if there is one")
     overwrite: bool = key(False, "delete the run in out and start anew")
     smoke: bool = key(False, "2 steps, 2 pictures: does everything run?")
     plan: bool = key(False, "print parameters, memory, FLOPs, hours and expected speed-up; load and write nothing")
-    seed: int = key(0, "of weights, data order and sampling")
+    seed: int = key(0, "of weights, data order and sampling", least=0)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     data: StreamConfig = field(default_factory=StreamConfig)
     heads: HeadsConfig = field(default_factory=HeadsConfig)
@@ -120,6 +116,7 @@ class TrainConfig:
 
     def check(self) -> None:
         """Cross-field checks. Raises ValueError naming the field, the value and what would be right."""
+        check_ranges(self)
         t = self.trainer
         if self.task not in ("heads", "backbone"):
             raise ValueError(f"task is {self.task!r}; use heads or backbone")
@@ -129,13 +126,6 @@ class TrainConfig:
             raise ValueError(f"trainer.precision is {t.precision!r}; use one of {', '.join(PRECISIONS)}")
         if t.strategy not in STRATEGIES:
             raise ValueError(f"trainer.strategy is {t.strategy!r}; use one of {', '.join(STRATEGIES)}")
-        if t.max_hours < 0:
-            raise ValueError(f"trainer.max_hours is {t.max_hours}; use 0 (never) or more")
-        if not 0 <= t.max_skipped <= 1:
-            raise ValueError(f"trainer.max_skipped is {t.max_skipped}; it is a share between 0 and 1")
-        for name in ("steps", "devices", "num_nodes", "accumulate", "validate_every", "save_every", "keep"):
-            if getattr(t, name) < 1:
-                raise ValueError(f"trainer.{name} is {getattr(t, name)}; at least 1 is needed")
         if self.task == "backbone" and (len(self.backbone.grid) != 2 or len(set(self.backbone.grid)) != 1):
             raise ValueError(
                 f"backbone.grid is {self.backbone.grid}; task=backbone needs [n, n], its pictures are square"
@@ -145,10 +135,6 @@ class TrainConfig:
                 f"trainer.validate_every is {t.validate_every}, more than the {t.steps} steps; "
                 "task=backbone keeps its best validated checkpoint"
             )
-        if self.sheet.images < 0:
-            raise ValueError(f"sheet.images is {self.sheet.images}; use 0 (none) or more")
-        if self.sheet.rounds < 0:
-            raise ValueError(f"sheet.rounds is {self.sheet.rounds}; use 0 (draft only) or more")
         for part in (self.backbone, self.data, self.heads, self.loss, self.optim, self.decoding, self.assume):
             part.check()
         self.evaluate.check(self.heads.kind)

@@ -8,9 +8,9 @@ from torch import nn
 
 from draftgrid.common.files import read_json
 from draftgrid.heads.backbones.base import Backbone
-from draftgrid.heads.backbones.loading import find_checkpoint, read_card, shipped
+from draftgrid.heads.backbones.loading import adapter_class, find_checkpoint, read_card, shipped
 from draftgrid.heads.backbones.published import PUBLISHED, meta_model
-from draftgrid.heads.backbones.registry import ADAPTERS, FAMILIES, family
+from draftgrid.heads.backbones.registry import FAMILIES
 from draftgrid.heads.mtp import MTPHeads, TrainedOn, kind_of
 from draftgrid.recipes.launch.schema import BackboneConfig, TrainConfig
 from draftgrid.recipes.plan.memory import Shape, Tensors
@@ -40,10 +40,8 @@ def load_subject(config: TrainConfig) -> Subject:
     b = config.backbone
     found, card, name = _description(b)
     adapter = b.adapter or card.get("adapter")
-    if adapter not in ADAPTERS:
-        raise ValueError(f"backbone.adapter is {adapter!r}; set it to one of {', '.join(ADAPTERS)}")
     grid = b.grid or card.get("grid")
-    model, kind = meta_model(found, name), family(adapter, name)
+    model, kind = meta_model(found, name), adapter_class(adapter, name)
     whole = count(model)
     kind.lighten(model)
     settings = {"grid": tuple(grid)} if grid else {}
