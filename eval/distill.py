@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 from tqdm import tqdm
 
 from draftgrid.common.files import atomic
@@ -53,6 +55,7 @@ def distill(
         "seed": seed,
     }
     plan: dict[str, Any] = settings | {
+        "weights": _sampled(loaded.backbone),
         "tokenizer": loaded.tokenizer.fingerprint,
         "prompts": f"{len(prompts)}:{hashlib.sha256(chr(10).join(prompts).encode()).hexdigest()}",
         "batch_size": batch_size,  # a sum is rounded in another order in another batch
@@ -81,6 +84,17 @@ def _digest(heads: MTPHeads) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(heads.state_dict().items()):
         digest.update(name.encode() + tensor.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _sampled(backbone: nn.Module, most: int = 1024) -> str:
+    """Digest of up to `most` numbers of each weight: unlike the fingerprint of heads, it sees a finetuned layer."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(backbone.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        if not tensor.is_meta:  # offloaded weights lie elsewhere
+            some = tensor.detach().flatten()[:: max(1, tensor.numel() // most)]
+            digest.update(some.to("cpu", torch.float32).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

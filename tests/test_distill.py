@@ -1,6 +1,7 @@
 """Self-distillation: the backbone's own pictures as shards, one a prompt and the same bytes whatever interrupts."""
 
 import os
+import shutil
 import signal
 import tarfile
 import time
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from draftgrid.data import verify
 from draftgrid.data.config import StreamConfig
@@ -297,6 +299,25 @@ def test_other_settings_in_the_same_folder_are_refused(
     with pytest.raises(ValueError, match=f"{out} holds .*{named}.*; choose another out, or overwrite=true"):
         draw(keys, out, **change)
     assert files(out) == before
+
+
+def test_a_finetuned_backbone_is_not_taken_for_the_one_before(
+    keys: dict[str, object], world: World, tmp_path: Path
+) -> None:
+    """Its embedding, LM head and final norm, and so its fingerprint, may be the same."""
+    draw(keys, tmp_path / "out", images=2)
+    before = files(tmp_path / "out")
+    folder = tmp_path / "finetuned"
+    shutil.copytree(world.backbone, folder)
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    name = next(n for n in weights if "layers.0.mlp" in n)
+    weights[name] = weights[name] * 1.01
+    save_file(weights, file, {"format": "pt"})
+    assert load_backbone(folder).fingerprint == load_backbone(world.backbone).fingerprint
+    with pytest.raises(ValueError, match=r"holds another encode .*weights: '[0-9a-f]{16}' there, '[0-9a-f]{16}' here"):
+        draw(keys, tmp_path / "out", images=2, backbone=str(folder))
+    assert files(tmp_path / "out") == before
 
 
 def test_overwriting_leaves_nothing_of_the_other(keys: dict[str, object], whole: Path, tmp_path: Path) -> None:
