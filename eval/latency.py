@@ -35,11 +35,10 @@ from draftgrid.eval.measure import step_cost
 from draftgrid.eval.setup import DecoderSpec, Loaded, parse_decoders
 from draftgrid.heads.backbones.base import Backbone, DecodeState
 from draftgrid.heads.backbones.random import random_backbone
+from draftgrid.heads.backbones.registry import families, find_family
 from draftgrid.heads.config import HeadsConfig
 from draftgrid.heads.mtp import new_heads
 
-SETTINGS = {"emu3": (3.0, 2048, 2), "lumina_mgpt": (4.0, 2000, 2), "janus_pro": (5.0, 0, 1)}
-"""Guidance and top-k a family is drawn with, and the rows its heads reach down: those of recipe FAMILY_ssd."""
 PLACES, STEPS, WARM = 5, 30, 3
 """AR is timed at so many lengths of the cache, over so many steps, behind so many untimed ones."""
 UNTIMED = 2
@@ -49,7 +48,7 @@ CAPTION = ["random"]
 
 @dataclass
 class LatencyConfig:
-    backbones: str = key("emu3,lumina_mgpt,janus_pro", "families, comma-separated")
+    backbones: str = key(",".join(families()), "families, comma-separated")
     layers: int = key(0, "transformer layers, the first N; 0 = all of them")
     grid: list[int] = key(list, "[rows, columns] of one family; empty = its own")
     decoders: str = key("ssd,ssd:rows_in_flight=2", "comma-separated; of kinds whose steps do not depend on weights")
@@ -64,11 +63,10 @@ def check(config: LatencyConfig) -> tuple[list[str], list[DecoderSpec]]:
     """(families, decoders). Raises ValueError before anything is made."""
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
         raise ValueError(f"transformers is {transformers.__version__}; its layers take a cache of ours from 5.24 on")
-    families = [name.strip() for name in config.backbones.split(",")]
-    for name in families:
-        if name not in SETTINGS:
-            raise ValueError(f"no family of backbones is named {name!r}; known: {', '.join(SETTINGS)}")
-    if config.grid and (len(config.grid) != 2 or len(families) > 1):
+    names = [name.strip() for name in config.backbones.split(",")]
+    for name in names:
+        find_family(name)
+    if config.grid and (len(config.grid) != 2 or len(names) > 1):
         raise ValueError(f"grid is {config.grid}; use [rows, columns], and with one family in backbones")
     if config.repeats < 1:
         raise ValueError(f"repeats is {config.repeats}; it must be at least 1")
@@ -76,21 +74,21 @@ def check(config: LatencyConfig) -> tuple[list[str], list[DecoderSpec]]:
     for d in decoders:
         if d.name != "ssd":
             raise ValueError(f"decoders names {d.text}; with random weights only ssd's steps mean anything, and AR's")
-    return families, decoders
+    return names, decoders
 
 
 def run(config: LatencyConfig) -> None:
-    families, decoders = check(config)
+    names, decoders = check(config)
     if config.smoke:
         config.layers, config.grid, config.repeats, config.compile = 2, [4, 8], 1, False
     device = pick_device(config.device)
     if device == "cpu" and not config.layers:
         raise ValueError("layers is 0, all of them, which takes hours on a CPU; set layers=2 and a grid of a few rows")
     modes = 2 if config.compile else 1
-    total = len(families) * modes * (PLACES + 1 + len(decoders) * (UNTIMED + config.repeats))
+    total = len(names) * modes * (PLACES + 1 + len(decoders) * (UNTIMED + config.repeats))
     bar = tqdm(total=total, desc="latency", unit="measurement", smoothing=0.05)
     report: dict[str, Any] = {"machine": machine(), "torch": torch.__version__, "families": []}
-    for name in families:
+    for name in names:
         grid = (config.grid[0], config.grid[1]) if config.grid else None
         bar.set_postfix_str(name)
         backbone = random_backbone(name, config.layers, grid, device=device, narrow=config.smoke)
@@ -112,11 +110,10 @@ def measure_family(
     backbone: Backbone, decoders: Sequence[DecoderSpec], repeats: int, compile: bool, bar: tqdm
 ) -> dict[str, Any]:
     """Everything about one backbone, eager and, last, compiled: what has been compiled stays so."""
-    guidance, top_k, down = SETTINGS[backbone.adapter]
-    grid = backbone.grid
-    settings = HeadsConfig(right=min(5, grid.width - 1), down=min(down, grid.height - 1))
+    family, grid = find_family(backbone.adapter), backbone.grid
+    settings = HeadsConfig(right=min(5, grid.width - 1), down=min(family.down, grid.height - 1))
     heads = new_heads(settings, backbone).to(backbone.device, backbone.dtype).eval()
-    loaded = Loaded(backbone, None, {"offsets": heads}, CAPTION, Sampling(guidance, 1.0, top_k))  # type: ignore[arg-type]
+    loaded = Loaded(backbone, None, {"offsets": heads}, CAPTION, Sampling(family.guidance, 1.0, family.top_k))  # type: ignore[arg-type]
     modes = {"eager": measure(loaded, decoders, repeats, bar)}
     if compile:
         backbone.compile_decoding()
@@ -124,12 +121,12 @@ def measure_family(
     return {
         "backbone": backbone.name,
         "grid": [grid.height, grid.width],
-        "layers": backbone.layers,
+        "layers": backbone.num_layers,
         "parameters": sum(p.numel() for p in backbone.parameters()),
         "heads_parameters": sum(p.numel() for p in heads.parameters()),
         "dtype": str(backbone.dtype).removeprefix("torch."),
-        "guidance": guidance,
-        "top_k": top_k,
+        "guidance": family.guidance,
+        "top_k": family.top_k,
         "logits": backbone.image_vocab_size,
         "memory": torch.cuda.max_memory_allocated(backbone.device) if backbone.device.type == "cuda" else None,
         "modes": modes,

@@ -21,7 +21,7 @@ from draftgrid import MTPHeads, load_backbone, load_tokenizer
 from draftgrid.eval.decoders import decode
 from draftgrid.heads.backbones import Backbone
 from draftgrid.heads.backbones.emu3 import NEGATIVE_PROMPT, Emu3Backbone, load_processor
-from draftgrid.heads.backbones.published import PUBLISHED
+from draftgrid.heads.backbones.registry import families
 from draftgrid.heads.check import check
 from draftgrid.heads.config import HeadsConfig
 from draftgrid.heads.distributions import mix_guidance
@@ -107,7 +107,8 @@ class TestPublishedLayout:
     def test_what_is_known_of_it_offline_builds_the_same_model(self) -> None:
         with torch.device("meta"):
             known, whole = (
-                Emu3ForConditionalGeneration(Emu3Config.from_dict(c)) for c in (PUBLISHED[HUB](), config(FULL))
+                Emu3ForConditionalGeneration(Emu3Config.from_dict(c))
+                for c in (families()["emu3"].model_config(), config(FULL))
             )
         assert [(n, p.shape) for n, p in known.named_parameters()] == [
             (n, p.shape) for n, p in whole.named_parameters()

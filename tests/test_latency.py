@@ -14,9 +14,10 @@ import yaml
 from draftgrid.common.cli import compose_plain, main
 from draftgrid.eval import bench, latency
 from draftgrid.eval.decoders import Sampling
-from draftgrid.eval.latency import SETTINGS, LatencyConfig, picture, resume
+from draftgrid.eval.latency import LatencyConfig, picture, resume
 from draftgrid.eval.setup import DecoderSpec, Loaded
 from draftgrid.heads.backbones.random import random_backbone
+from draftgrid.heads.backbones.registry import families
 from draftgrid.recipes.launch.schema import RECIPES
 
 ROOT = Path(__file__).parent.parent
@@ -85,14 +86,16 @@ def test_a_picture_taken_up_in_the_middle_ends_as_it_would_have(family: str) -> 
 def test_settings_are_the_recipes(family: str) -> None:
     recipe = yaml.safe_load((RECIPES / f"{FAMILIES[family]}_ssd.yaml").read_text())
     decoding, heads = recipe["decoding"], recipe["heads"]
-    assert SETTINGS[family] == (decoding["guidance"], decoding.get("top_k", 0), heads["down"])
+    facts = families()[family]
+    assert (facts.guidance, facts.top_k, facts.down) == (decoding["guidance"], decoding.get("top_k", 0), heads["down"])
+    assert facts.hub_id == recipe["backbone"]["checkpoint"]
     assert heads["right"] == 5
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["backbones=emu"], "no family of backbones is named 'emu'; known: emu3, lumina_mgpt, janus_pro"),
+        (["backbones=emu"], "no family of backbones is named 'emu'; known: emu3, janus_pro, lumina_mgpt"),
         (["backbones=emu3", "layers=33"], "layers is 33; emu3 has 32"),
         (["grid=[4,4]"], "with one family in backbones"),
         (["device=cpu"], "takes hours on a CPU; set layers=2"),
@@ -128,7 +131,7 @@ def test_smoke_measures_a_few_rows_of_all_three(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(latency, "random_backbone", random_backbone)
     main(latency.run, LatencyConfig, "", arguments=["smoke=true", f"out={tmp_path}"], plain=True)
     found = json.loads((tmp_path / "latency.json").read_text())["families"]
-    assert [f["backbone"] for f in found] == [f"random:{name}" for name in SETTINGS]
+    assert [f["backbone"] for f in found] == [f"random:{name}" for name in families()]
     assert all(f["layers"] == 2 and f["grid"] == [4, 8] and f["parameters"] < 40e6 for f in found)
 
 

@@ -201,7 +201,7 @@ class TestFlops:
         subject = load_subject(config)
         counted = count_step(subject, config, layout("ddp", "bf16-mixed"))
         length, layers, D = PROMPT + 16 * 17 - 2, 6, 256
-        weights = sum(p.numel() for block in subject.backbone.blocks for p in block.parameters() if p.ndim == 2)
+        weights = sum(p.numel() for block in subject.backbone.layers for p in block.parameters() if p.ndim == 2)
         attention = layers * 4 * length * length * D
         assert counted.frozen_flops == B * (2 * weights * length + attention)
 

@@ -72,7 +72,7 @@ class TableBackbone(Backbone):
         self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64), requires_grad=False)
         self._fingerprint = f"table-{grid}-{codes}-{seed}"
 
-    layers = 0
+    layers = ()
 
     def prompt_ids(self, prompts: Sequence[str | None]) -> list[Tensor]:
         return [torch.zeros(1, dtype=torch.long) for _ in prompts]

@@ -157,7 +157,7 @@ class HeadsModule(_Module):
         return sum(found) / len(found) if found else None
 
     def parts(self) -> list[nn.Module]:
-        return [*self.backbone.blocks, *self.heads.children()]
+        return [*self.backbone.layers, *self.heads.children()]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -308,7 +308,7 @@ class BackboneModule(_Module):
         return -self.figures["backbone_nll"] if self.figures else None
 
     def parts(self) -> list[nn.Module]:
-        return self.backbone.blocks
+        return list(self.backbone.layers)
 
     def nll(self, batch: Any) -> Tensor:
         """(B, T) nats of every image token."""

@@ -138,11 +138,6 @@ class Backbone(nn.Module, ABC):
         """`trunk` while decoding: what `compile_decoding` records."""
         return self.trunk(embeds, positions, mask, cache)
 
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """The transformer layers, which FSDP shards one by one."""
-        return []
-
     # What all share --------------------------------------------------------------------------------------------------
 
     def logits(self, h: Tensor) -> Tensor:
@@ -157,6 +152,10 @@ class Backbone(nn.Module, ABC):
         """A frozen backbone stays in eval mode whatever a surrounding module asks for."""
         frozen = not any(p.requires_grad for p in self.parameters())
         return super().train(mode and not frozen)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def device(self) -> torch.device:
@@ -244,9 +243,9 @@ class Backbone(nn.Module, ABC):
         # A ragged window is padded behind its end; the pads need a place in the cache too.
         picture = 2 * self.grid.height * self.grid.stride
         if not self.compiled:
-            return RaggedCache(self.layers, longest + picture)
+            return RaggedCache(self.num_layers, longest + picture)
         if self._cache is None or self._cache[0] != rows or self._cache[1].capacity < longest + picture:
-            self._cache = rows, RaggedCache(self.layers, -(-longest // 128) * 128 + picture, static=True)
+            self._cache = rows, RaggedCache(self.num_layers, -(-longest // 128) * 128 + picture, static=True)
         self._cache[1].turn += 1
         return self._cache[1]
 
@@ -330,8 +329,8 @@ class Backbone(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def layers(self) -> int:
-        """Transformer layers, one cache entry each."""
+    def layers(self) -> Sequence[nn.Module]:
+        """The transformer layers: each has its entry of the cache, and FSDP shards them one by one."""
 
     @classmethod
     def from_model(cls, model: Any, processor: Any, **settings: Any) -> Self:

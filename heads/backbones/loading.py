@@ -7,7 +7,7 @@ import torch
 
 from draftgrid.common.files import read_json
 from draftgrid.heads.backbones.base import CARD, Backbone
-from draftgrid.heads.backbones.registry import FAMILIES, find_class
+from draftgrid.heads.backbones.registry import adapter_of, find_class
 from draftgrid.heads.weights import HUB_ID, fetch
 
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -48,7 +48,8 @@ def read_card(folder: Path) -> dict[str, Any]:
     if (folder / CARD).is_file():
         return read_json(folder / CARD)
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    return {"adapter": FAMILIES[config["model_type"]]} if config.get("model_type") in FAMILIES else {}
+    adapter = adapter_of(config.get("model_type"))
+    return {} if adapter is None else {"adapter": adapter}
 
 
 def adapter_class(adapter: str | None, where: str) -> type[Backbone]:

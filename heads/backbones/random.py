@@ -8,7 +8,8 @@ from torch import Tensor
 
 from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.backbones.loading import adapter_class
-from draftgrid.heads.backbones.published import CONFIGS, meta_model
+from draftgrid.heads.backbones.published import meta_model
+from draftgrid.heads.backbones.registry import find_family
 
 PROMPT, UNCONDITIONAL = 64, 48
 """Tokens of a random prompt and of its unconditional twin, which differ in length as those of real ones do."""
@@ -28,9 +29,7 @@ def random_backbone(
     forward takes what it takes with trained ones. `narrow` leaves 64 numbers a layer, to try a program. Raises
     ValueError for an unknown family or more layers than it has.
     """
-    if kind not in CONFIGS:
-        raise ValueError(f"no family of backbones is named {kind!r}; known: {', '.join(CONFIGS)}")
-    config = CONFIGS[kind]()
+    config = find_family(kind).model_config()
     text = config.get("text_config", config)
     if not 0 <= layers <= text["num_hidden_layers"]:
         raise ValueError(f"layers is {layers}; {kind} has {text['num_hidden_layers']}, and 0 stands for all")

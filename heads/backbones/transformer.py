@@ -2,7 +2,7 @@
 codes that are words of the text vocabulary. A family says its prompts, its header and where its parts are.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -31,11 +31,7 @@ class TransformerBackbone(Backbone):
         share_groups(text)
 
     @property
-    def layers(self) -> int:
-        return len(self.text.layers)
-
-    @property
-    def blocks(self) -> list[nn.Module]:
+    def layers(self) -> Sequence[nn.Module]:
         return list(self.text.layers)
 
     def embed_ids(self, ids: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from draftgrid.common.files import read_json
 from draftgrid.heads.backbones.loading import find_checkpoint
+from draftgrid.heads.backbones.registry import find_named
 from draftgrid.heads.tokenizers.base import ImageTokenizer
 from draftgrid.heads.tokenizers.chameleon import CHECKPOINT, ChameleonVQ
 from draftgrid.heads.tokenizers.emu3 import Emu3VQ
@@ -45,6 +46,11 @@ def load_tokenizer(
         kind = "chameleon"
     else:
         kind = read_json(path / "tokenizer_config.json").get("image_tokenizer")
+    if isinstance(kind, str) and ":" in kind:
+        return find_named(kind, f"{path}/tokenizer_config.json: image_tokenizer").from_pretrained(path).to(device)
     if kind not in kinds:
-        raise ValueError(f"{path}/tokenizer_config.json: image_tokenizer is {kind!r}; known: {', '.join(kinds)}")
+        raise ValueError(
+            f"{path}/tokenizer_config.json: image_tokenizer is {kind!r}; "
+            f"known: {', '.join(kinds)}, or package.module:Class"
+        )
     return kinds[kind].from_pretrained(path).to(device)

@@ -9,8 +9,9 @@ from torch import nn
 from draftgrid.common.files import read_json
 from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.backbones.loading import adapter_class, find_checkpoint, read_card, shipped
-from draftgrid.heads.backbones.published import PUBLISHED, meta_model
-from draftgrid.heads.backbones.registry import FAMILIES
+from draftgrid.heads.backbones.published import meta_model
+from draftgrid.heads.backbones.registry import families
+from draftgrid.heads.backbones.transformer import TransformerBackbone
 from draftgrid.heads.mtp import MTPHeads, TrainedOn, kind_of
 from draftgrid.recipes.launch.schema import BackboneConfig, TrainConfig
 from draftgrid.recipes.plan.memory import Shape, Tensors
@@ -37,36 +38,42 @@ def load_subject(config: TrainConfig) -> Subject:
     """The recipe's modules without weights. Raises ValueError, saying what to set, if there is no checkpoint."""
     if config.task == "backbone":
         return _new_backbone(config)
-    b = config.backbone
-    found, card, name = _description(b)
-    adapter = b.adapter or card.get("adapter")
-    grid = b.grid or card.get("grid")
-    model, kind = meta_model(found, name), adapter_class(adapter, name)
-    whole = count(model)
-    kind.lighten(model)
-    settings = {"grid": tuple(grid)} if grid else {}
-    backbone = kind(model, None, name=name, **settings)  # type: ignore[call-arg]
+    backbone, unread = _backbone(config.backbone)
     size = (backbone.grid.height, backbone.grid.width)
     config.heads.check()
     with torch.device("meta"):
-        heads = kind_of(config.heads.kind)(config.heads, TrainedOn(name, "", backbone.hidden_size, size))  # type: ignore[call-arg]
+        heads = kind_of(config.heads.kind)(config.heads, TrainedOn(backbone.name, "", backbone.hidden_size, size))  # type: ignore[call-arg]
     lightning = HeadsModule(backbone, heads, config.optim, loss=config.loss)
-    return Subject(backbone, heads, lightning, whole - count(model))
+    return Subject(backbone, heads, lightning, unread)
 
 
-def _description(b: BackboneConfig) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """(config.json, card, name) of the checkpoint; of a hub id that is not on this machine what is known of it."""
+def _backbone(b: BackboneConfig) -> tuple[Backbone, int]:
+    """The backbone without weights, and how many of its checkpoint's it does not read.
+
+    A published model on the hub is known without its checkpoint; a model that is not transformers' own is loaded.
+    """
+    published = {family.hub_id: name for name, family in families().items()}
+    path = None
     try:
         path = find_checkpoint(b.place, local_files_only=True, part=None)
-        return read_json(path / "config.json"), read_card(path), path.name
+        card, name = read_card(path), path.name
     except ValueError:
-        if b.checkpoint in PUBLISHED:
-            config = PUBLISHED[b.checkpoint]()
-            return config, {"adapter": FAMILIES[config["model_type"]]}, b.checkpoint
-        raise ValueError(
-            f"backbone.checkpoint is {b.place!r}, where no config.json is; the plan needs that file alone: set "
-            f"backbone.checkpoint to the folder it lies in, or to {' or '.join([*shipped(), *PUBLISHED])}"
-        ) from None
+        if b.checkpoint not in published:
+            raise ValueError(
+                f"backbone.checkpoint is {b.place!r}, where no checkpoint is; the plan needs config.json alone: set "
+                f"backbone.checkpoint to the folder it lies in, or to {' or '.join([*shipped(), *published])}"
+            ) from None
+        card, name = {"adapter": published[b.checkpoint]}, b.checkpoint
+    grid = b.grid or card.get("grid")
+    settings: dict[str, Any] = {"grid": tuple(grid)} if grid else {}
+    kind = adapter_class(b.adapter or card.get("adapter"), name)
+    if path is not None and not issubclass(kind, TransformerBackbone):
+        return kind.from_pretrained(path, **settings).to("meta").freeze(), 0
+    config = families()[published[name]].model_config() if path is None else read_json(path / "config.json")
+    model = meta_model(config, name)
+    whole = count(model)
+    kind.lighten(model)
+    return kind(model, None, name=name, **settings), whole - count(model)  # type: ignore[call-arg]
 
 
 def _new_backbone(config: TrainConfig) -> Subject:
@@ -88,7 +95,7 @@ def count(module: nn.Module) -> int:
 
 def shapes(subject: Subject) -> Tensors:
     """What `heads.memory` computes with."""
-    layers = subject.backbone.blocks
+    layers = subject.backbone.layers
     inside = {id(p) for layer in layers for p in layer.parameters()}
     rest = [tuple(p.shape) for p in subject.backbone.parameters() if id(p) not in inside]
     split = [_shapes(layer) for layer in layers]

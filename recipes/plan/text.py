@@ -73,13 +73,13 @@ def render(
 def parameters(config: TrainConfig, subject: Subject) -> str:
     backbone, grid = subject.backbone, subject.backbone.grid
     total = count(backbone)
-    layers = sum(count(layer) for layer in backbone.blocks)
+    layers = sum(count(layer) for layer in backbone.layers)
     size = (
         f"hidden size {backbone.hidden_size}, {grid.height} x {grid.width} cells, {backbone.image_vocab_size:,} codes"
     )
     rows = [
         ["backbone", si(total), f"{backbone.name}: {size}"],
-        [f"  {len(backbone.blocks)} layers", si(layers)],
+        [f"  {backbone.num_layers} layers", si(layers)],
         ["  embedding, LM head, norm", si(total - layers)],
     ]
     if subject.unread:
