@@ -83,7 +83,7 @@ def run(config: GenerateConfig) -> None:
         out / "pictures.json",
         {"decoder": decoder.name, "settings": decoder.settings, "seed": config.seed, "pictures": records},
     )
-    print(f"{len(pictures)} pictures by {decoder.text}, {mean(taken):.1f} steps each: {out / 'sheet.png'}")
+    print(f"pictures by {decoder.text}: {len(pictures)}, {mean(taken):.1f} steps each: {out / 'sheet.png'}")
 
 
 def _advance(bar: tqdm, before: int, batch: int, rows: int, _: object) -> None:

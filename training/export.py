@@ -56,8 +56,10 @@ def model_card(heads: MTPHeads, checkpoint: dict[str, Any], recipe: dict[str, An
         if f"acceptance/{name}" in figures
     ]
     data = recipe.get("data", {})
-    place = recipe.get("backbone", {}).get("checkpoint") or owner.name
+    trained = recipe.get("backbone", {})
+    place, adapter = trained.get("checkpoint") or owner.name, trained.get("adapter") or ""
     at = f', revision="{owner.revision}"' if owner.revision else ""
+    at += f', adapter="{adapter}"' if ":" in adapter else ""
     return "\n".join(
         [
             "---",
@@ -71,7 +73,7 @@ def model_card(heads: MTPHeads, checkpoint: dict[str, Any], recipe: dict[str, An
             f"They belong to one backbone: fingerprint `{owner.fingerprint}`, grid {owner.grid[0]}x{owner.grid[1]}.",
             "",
             "```python",
-            "from heads import MTPHeads, load_backbone",
+            "from draftgrid import MTPHeads, load_backbone",
             f'backbone = load_backbone("{place}"{at})',
             'heads = MTPHeads.from_pretrained("this folder", backbone)',
             "```",

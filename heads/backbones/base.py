@@ -295,6 +295,8 @@ class Backbone(nn.Module, ABC):
         where = [p + begin[r % B] for r, p in enumerate(state.prompt_lengths)]
         positions = state.cache.aim(where, S, self.device)
         mask = state.cache.mask(positions, self.dtype)
+        # Padding lies beyond the picture's end, where a table of learned positions has no row.
+        positions = positions.clamp(max=max(state.prompt_lengths) + grid.slots - 1)
         h = self.step(embeds if G == 1 else embeds.repeat(G, 1, 1), positions, mask, state.cache).to(self.device)
         state.slots = end
         if S > L:

@@ -259,12 +259,13 @@ def how_to(config: TrainConfig, folder: RunFolder, out: Path) -> str:
     lines = ["", f"heads:    {out}", f"figures:  {folder.path / 'metrics.json'}"]
     if config.sheet.images:
         lines.append(f"pictures: {folder.path / 'sheet.png'}")
+    adapter = f', adapter="{config.backbone.adapter}"' if ":" in config.backbone.adapter else ""
     return "\n".join(
         [
             *lines,
             "",
-            "    from heads import MTPHeads, load_backbone",
-            f'    backbone = load_backbone("{config.backbone.place}")',
+            "    from draftgrid import MTPHeads, load_backbone",
+            f'    backbone = load_backbone("{config.backbone.place}"{adapter})',
             f'    heads = MTPHeads.from_pretrained("{out}", backbone)',
             "",
         ]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.backbones.cache import RaggedCache
 from draftgrid.heads.grid import TokenGrid
 from draftgrid.heads.mtp import MTPHeads
 from draftgrid.recipes.launch.schema import AssumeConfig
@@ -93,11 +94,19 @@ def count_decoding(backbone: Backbone, heads: MTPHeads, branches: int) -> Decodi
 
     each = {name: draft(name) for name in pairs}
     two = list(pairs)[:2]
-    text = backbone.model.config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     lm_head = work(lambda: backbone.logits(one), backbone)
     rank = getattr(heads, "rank", 0)
     serial = 2 * rank * (V + D) if backbone.linear_head or not rank else 2 * rank * D + lm_head.bytes
+
+    def cached(place: int) -> tuple[Work, RaggedCache]:
+        """One token at a place of the cache."""
+        cache = RaggedCache(backbone.num_layers, place + 1)
+        positions = cache.aim([place], 1, torch.device("cpu"))
+        return work(lambda: backbone.trunk(one, positions, None, cache), backbone), cache
+
+    (near, cache), (far, _) = cached(0), cached(grid.width)
+    layers: list[Any] = cache.layers
+    kept = [layer.keys.shape for layer in layers]
     return Decoding(
         grid,
         branches,
@@ -105,8 +114,8 @@ def count_decoding(backbone: Backbone, heads: MTPHeads, branches: int) -> Decodi
         lm_head=lm_head,
         heads=each,
         common=sum(each[n].bytes for n in two) - draft(*two).bytes,
-        attention=4 * text.num_attention_heads * head_dim * text.num_hidden_layers,
-        cache=2 * 2 * text.num_key_value_heads * head_dim * text.num_hidden_layers,
+        attention=(far.flops - near.flops) / grid.width,
+        cache=2 * sum(2 * heads * head_dim for _, heads, _, head_dim in kept),
         serial=serial,
     )
 
