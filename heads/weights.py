@@ -68,7 +68,7 @@ def _why(name: str, revision: str | None, local_files_only: bool, error: Excepti
     return f"{begin} no files of that hub id{at} are to be had: {reason}"
 
 
-def load_model(family: Any, folder: Path, what: str, dtype: Any = None, device_map: Any = None) -> "Loaded":
+def load_model(model_class: Any, folder: Path, what: str, dtype: Any = None, device_map: Any = None) -> "Loaded":
     """A transformers model from a folder, and what of its weights did not fit. Raises ValueError if there are none.
 
     `what` names the family in errors, `dtype` None is the checkpoint's own.
@@ -76,12 +76,12 @@ def load_model(family: Any, folder: Path, what: str, dtype: Any = None, device_m
     from safetensors import SafetensorError
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    verbosity = logging.get_verbosity()
+    verbosity, bars = logging.get_verbosity(), logging._tqdm_active
     logging.set_verbosity_error()  # what it would warn of is in what is returned
+    logging._tqdm_active = False  # its disable_progress_bar would reach the hub's bars too
     settings: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     try:
-        model, info = family.from_pretrained(
+        model, info = model_class.from_pretrained(
             folder,
             dtype=dtype or "auto",
             output_loading_info=True,
@@ -97,6 +97,7 @@ def load_model(family: Any, folder: Path, what: str, dtype: Any = None, device_m
         raise ValueError(f"device_map is {device_map!r}: {' '.join(str(error).split())}") from None
     finally:
         logging.set_verbosity(verbosity)
+        logging._tqdm_active = bars
     misshapen = sorted(name for name, *_ in info["mismatched_keys"])
     return Loaded(model, sorted(info["missing_keys"]), sorted(map(str, info["unexpected_keys"])), misshapen)
 

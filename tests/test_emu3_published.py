@@ -190,6 +190,48 @@ class TestLoading:
         with pytest.raises(ValueError, match=r"Linear: config\.model_type is None; known: emu3, janus"):
             Backbone.from_model(nn.Linear(1, 1), None)
 
+    @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+    def test_a_model_of_the_callers_own_attends_as_before(self, folder: Path, attention: str, monkeypatch) -> None:
+        """Ours, whose masks flex_attention does not read, holds in our own calls alone, also in one that fails."""
+        model = Emu3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float64)
+        tokens = torch.randint(24, (1, 3, 4), generator=torch.Generator().manual_seed(0))
+        before = own_logits(model, header(folder, "blue", (3, 4)), tokens[0])
+        config = model.model.text_model.config
+        config._attn_implementation = attention
+        held = Backbone.from_model(model, load_processor(folder), grid=(3, 4))
+        h, _ = held.states(tokens, ["blue"])
+        torch.testing.assert_close(held.logits(h)[0], before, rtol=1e-4, atol=1e-4)  # eager's softmax is fp32
+        state, first = held.start(["blue"], 2.0)
+        rest = held.forward(state, tokens.flatten(1)[:, :11], [0])
+        torch.testing.assert_close(torch.cat([first, rest], dim=2)[0], h.flatten(1, 2), rtol=1e-4, atol=1e-4)
+        monkeypatch.setattr(type(held.text.layers[0]), "forward", lambda *_, **__: 1 / 0)
+        for call in (lambda: held.states(tokens, ["blue"]), lambda: held.start(["blue"])):
+            with pytest.raises(ZeroDivisionError):
+                call()
+        assert config._attn_implementation == attention
+        monkeypatch.undo()
+        config._attn_implementation = "sdpa"
+        assert torch.equal(own_logits(model, header(folder, "blue", (3, 4)), tokens[0]), before)
+
+    def test_progress_bars_and_verbosity_of_the_process_stay_as_they_are(self, folder: Path, tmp_path: Path) -> None:
+        from huggingface_hub.utils import are_progress_bars_disabled
+        from transformers.utils import logging
+
+        def found() -> tuple[bool, bool, int]:
+            return logging.is_progress_bar_enabled(), are_progress_bars_disabled(), logging.get_verbosity()
+
+        shown = logging.is_progress_bar_enabled()
+        try:
+            for turn in (logging.enable_progress_bar, logging.disable_progress_bar):
+                turn()
+                before = found()
+                load_backbone(folder)
+                with pytest.raises(ValueError):
+                    load_backbone(tmp_path, adapter="emu3")
+                assert found() == before
+        finally:
+            (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+
     def test_a_device_map_without_accelerate_is_one_sentence(self, folder: Path, monkeypatch) -> None:
         monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda *_: False)
         with pytest.raises(ValueError, match=r"^device_map is 'cpu': [^\n]*pip install accelerate[^\n]*$"):

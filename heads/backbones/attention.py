@@ -5,6 +5,8 @@ query head: Emu3 would copy its whole cache fourfold in every layer of every win
 laid out as more rows of one head, which is the same sum. It is registered with transformers, as its own kinds are.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,18 +35,23 @@ def grouped_sdpa(
     R, heads, L, d = query.shape
     groups = heads // key.shape[1]
     rows = query.reshape(R, key.shape[1], groups * L, d)
-    mask = attention_mask if L == 1 else attention_mask.repeat(1, 1, groups, 1)
+    mask = attention_mask if L == 1 or groups == 1 else attention_mask.repeat(1, 1, groups, 1)
     out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(R, heads, L, -1).transpose(1, 2).contiguous(), None
 
 
-def share_groups(text: Any) -> None:
-    """Make a transformers text model use it, if its queries are grouped and it would use sdpa."""
+@contextmanager
+def own_attention(config: Any) -> Iterator[None]:
+    """Within it a transformers text model of this config attends by `grouped_sdpa`, which our masks fit; afterwards as
+    its owner set it. Eager attention, which they fit too, stays."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    config = text.config
-    if config._attn_implementation == "sdpa" and config.num_key_value_heads < config.num_attention_heads:
-        AttentionInterface.register(NAME, grouped_sdpa)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
-        config._attn_implementation = NAME
+    theirs = config._attn_implementation  # set without its setter, which would reach into the picture tokenizer's too
+    AttentionInterface.register(NAME, grouped_sdpa)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    config._attn_implementation_internal = "eager" if theirs == "eager" else NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = theirs

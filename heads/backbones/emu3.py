@@ -38,7 +38,7 @@ class Emu3Backbone(VocabularyBackbone):
     ) -> None:
         super().__init__()
         self.model, self.processor, self.name, self.unconditional = model, processor, name, unconditional
-        self.take_text(model.model.text_model)
+        self.text = model.model.text_model
         self.grid = TokenGrid(*grid, row_end=1)
         self.hidden_size = model.config.text_config.hidden_size
         vocabulary = model.config.vocabulary_map or {}

@@ -37,7 +37,7 @@ class JanusProBackbone(TransformerBackbone):
         if not hasattr(parts, "generation_head") or not hasattr(parts, "language_model"):
             raise ValueError(f"{name}: {type(model).__name__} is no JanusForConditionalGeneration")
         self.model, self.processor, self.name = model, processor, name
-        self.take_text(parts.language_model)
+        self.text = parts.language_model
         vision = model.config.vision_config
         side = vision.image_size // vision.patch_size
         self.grid = TokenGrid(*(grid or (side, side)))

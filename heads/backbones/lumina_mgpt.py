@@ -40,7 +40,7 @@ class LuminaBackbone(VocabularyBackbone):
         """`processor` is the text tokenizer, or a processor that holds one. Raises ValueError for an odd grid."""
         super().__init__()
         self.model, self.processor, self.name = model, processor, name
-        self.take_text(model.model)
+        self.text = model.model
         self.hidden_size = model.config.hidden_size
         self.grid = TokenGrid(*grid, row_end=1)
         if grid[0] % 2 or grid[1] % 2:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import CacheLayerMixin
 
-from draftgrid.heads.backbones.attention import share_groups
+from draftgrid.heads.backbones.attention import own_attention
 from draftgrid.heads.backbones.base import Backbone, ImageHead
 from draftgrid.heads.backbones.cache import RaggedCache
 
@@ -26,10 +26,6 @@ class TransformerBackbone(Backbone):
     text: Any
     compiled_layer: Callable[..., Tensor] | None = None
 
-    def take_text(self, text: Any) -> None:
-        self.text = text
-        share_groups(text)
-
     @property
     def layers(self) -> Sequence[nn.Module]:
         return list(self.text.layers)
@@ -43,7 +39,8 @@ class TransformerBackbone(Backbone):
         kept: list[Tensor] = []
         hook = self.text.norm.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
         try:
-            self.text(inputs_embeds=embeds, position_ids=positions, attention_mask=mask, use_cache=False)
+            with own_attention(self.text.config):
+                self.text(inputs_embeds=embeds, position_ids=positions, attention_mask=mask, use_cache=False)
         finally:
             hook.remove()
         (h,) = kept
@@ -64,7 +61,7 @@ class TransformerBackbone(Backbone):
     ) -> Tensor:
         """The text model's layers without its norm. The mask is ours, so the model need not plan one."""
         rotary = self.text.rotary_emb(h, position_ids=positions)
-        with sdpa_kernel(KERNELS) if h.is_cuda else nullcontext():
+        with own_attention(self.text.config), sdpa_kernel(KERNELS) if h.is_cuda else nullcontext():
             for layer, own in zip(self.text.layers, cache.layers, strict=True):
                 h = call(layer, h, positions, mask, rotary, own)
         return h
