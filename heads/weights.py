@@ -1,16 +1,30 @@
-"""Published checkpoints: where the files of a hub id are, their weights in a model, and single tensors out of them."""
+"""Published checkpoints: the files of a hub id, their config, their weights in a model, and single tensors."""
 
 import re
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from draftgrid.common.files import read_json
+from draftgrid.common.files import read_fields, read_json, write_json
+from draftgrid.common.settings import whole
 
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
+"""One of several files of weights."""
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "image_size", "patch_size"),
+    *("codebook_size", "num_embeddings", "embed_dim", "base_channels", "latent_channels"),
+)
+"""Fields of config.json and of its parts that a model's shapes follow from: whole numbers from 1 on."""
+ROPE = {"rope_theta": (float, None), "rope_type": (str, None), "factor": (float, None)}
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 """org/name or org/name@revision."""
 
@@ -47,7 +61,7 @@ def fetch(
         return folder
     files = ["*.safetensors"]
     if part and (folder / INDEX).is_file():
-        files = sorted({file for tensor, file in read_json(folder / INDEX)["weight_map"].items() if part in tensor})
+        files = sorted({file for tensor, file in read_index(folder).items() if part in tensor})
     return get(files, folder.name) if files else folder
 
 
@@ -68,29 +82,138 @@ def _why(name: str, revision: str | None, local_files_only: bool, error: Excepti
     return f"{begin} no files of that hub id{at} are to be had: {reason}"
 
 
-def load_model(model_class: Any, folder: Path, what: str, dtype: Any = None, device_map: Any = None) -> "Loaded":
-    """A transformers model from a folder, and what of its weights did not fit. Raises ValueError if there are none.
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model. Raises ValueError, naming file, field and value, for what shapes cannot follow from."""
+    file = folder / "config.json"
+    config = read_json(file)
+    parts = read_fields(config, file, dict.fromkeys(("text_config", "vision_config", "vq_config"), (dict, None)))
+    names = {"model_type": (str, None), "architectures": ([str, None], None), "vocabulary_map": (dict, None)}
+    read_fields(config, file, names)
+    for part, held in (("", config), *((f"{name}.", held) for name, held in parts.items() if held)):
+        for name in SIZES:
+            if held.get(name) is not None:
+                whole(f"{file}: {part}{name}", held[name], 1)
+        lists = dict.fromkeys(("channel_multiplier", "attn_resolutions"), ([int, None], None))
+        ropes = dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, None))
+        found = read_fields(held, f"{file}: {part.strip('.')}" if part else file, lists | ropes | ROPE)
+        for name in ropes:
+            read_fields(found[name] or {}, f"{file}: {part}{name}", ROPE)
+    size = (parts["text_config"] or config).get("vocab_size")
+    for word, number in (config.get("vocabulary_map") or {}).items():
+        if type(number) is not int or not 0 <= number < (size or number + 1):
+            right = f"from 0 to {size - 1}" if size else "of at least 0"
+            raise ValueError(f"{file}: vocabulary_map gives {word!r} the id {number!r}; use a whole number {right}")
+    return config
 
-    `what` names the family in errors, `dtype` None is the checkpoint's own.
+
+def new_model(model_class: Any, config: Mapping[str, Any], where: str | Path, device: str = "meta") -> Any:
+    """A transformers model; on the meta device all shapes and no numbers. Raises ValueError if `config` makes none."""
+    try:
+        with torch.device(device):
+            return model_class(model_class.config_class.from_dict(dict(config)))
+    except Exception as error:  # each of its many fields may be wrong in its own way
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(f"{where} makes no {model_class.__name__}: {reason}") from None
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """{tensor: file} of weights in several files. Raises ValueError if that is not what the index says."""
+    places = read_fields(read_json(folder / INDEX), folder / INDEX, {"weight_map": dict})["weight_map"]
+    return read_fields(places, f"{folder / INDEX}: weight_map", dict.fromkeys(places, str))
+
+
+def weight_files(folder: Path, keep: Callable[[str], bool] = bool) -> list[Path]:
+    """The files of a checkpoint's weights; where an index says, those that hold a tensor whose name `keep` wants.
+
+    Shards without an index are found by their names, N of M. Raises ValueError naming one that is missing.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).is_file():
+        names = sorted({file for tensor, file in read_index(folder).items() if keep(tensor)})
+    else:
+        names = sorted(p.name for p in folder.glob("*.safetensors"))
+        if shards := [found for name in names if (found := SHARD.fullmatch(name))]:
+            stem, count = shards[-1].groups()
+            names = [f"{stem}-{n + 1:05d}-of-{count}.safetensors" for n in range(int(count))]
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} lacks {name}, one of the {len(names)} files of its weights")
+    return [folder / name for name in names]
+
+
+def read_tensors(folder: Path, keep: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors whose names `keep` wants, as they are stored. Raises ValueError for damaged or missing files."""
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, Tensor] = {}
+    try:
+        for file in weight_files(folder, keep):
+            with safe_open(file, "pt") as held:
+                found |= {name: held.get_tensor(name) for name in held.keys() if keep(name)}  # noqa: SIM118 - no dict
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{folder} holds damaged weights: {error}") from None
+    return found
+
+
+def stored_names(folder: Path) -> dict[str, str]:
+    """{tensor: absolute path of its file} of all weights of a folder."""
+    from safetensors import safe_open
+
+    places: dict[str, str] = {}
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as held:
+            places |= dict.fromkeys(held.keys(), str(file.resolve()))
+    return places
+
+
+@contextmanager
+def indexed(folder: Path) -> Iterator[Path]:
+    """The folder itself, or, of shards that have lost their index, a temporary one whose index leads to them."""
+    files = weight_files(folder)
+    if not files or (folder / INDEX).is_file() or not SHARD.fullmatch(files[0].name):
+        yield folder
+        return
+    with TemporaryDirectory() as temporary:
+        for file in folder.glob("*config.json"):
+            shutil.copy(file, temporary)
+        write_json(Path(temporary) / INDEX, {"metadata": {}, "weight_map": stored_names(folder)})
+        yield Path(temporary)
+
+
+def load_model(model_class: Any, folder: Path, like: str, dtype: Any = None, device_map: Any = None) -> "Loaded":
+    """A transformers model from a folder, and what of its weights did not fit.
+
+    `like` is a published checkpoint of its layout, `dtype` None the checkpoint's own. Raises ValueError if there are no
+    weights, or config.json is another family's or makes no model.
     """
     from safetensors import SafetensorError
     from transformers.utils import logging
 
+    config, wanted = read_config(folder), model_class.config_class.model_type
+    if config.get("model_type") != wanted:
+        kind = config.get("model_type")
+        raise ValueError(f"{folder}/config.json: model_type is {kind!r}, not {wanted!r}; take files as those of {like}")
+    model = new_model(model_class, config, folder / "config.json")
+    count, size = sum(p.numel() for p in model.parameters()), sum(f.stat().st_size for f in weight_files(folder))
+    if count > 8 * size > 0:  # or it would make them all before it misses them
+        raise ValueError(f"{folder}/config.json describes {count:,} weights, but its files have {size:,} bytes")
     verbosity, bars = logging.get_verbosity(), logging._tqdm_active
     logging.set_verbosity_error()  # what it would warn of is in what is returned
     logging._tqdm_active = False  # its disable_progress_bar would reach the hub's bars too
     settings: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     try:
-        model, info = model_class.from_pretrained(
-            folder,
-            dtype=dtype or "auto",
-            output_loading_info=True,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,
-            **settings,
-        )
+        with indexed(folder) as place:
+            model, info = model_class.from_pretrained(
+                place,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,
+                **settings,
+            )
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"no {what} checkpoint in {folder}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{folder} holds no checkpoint like {like}: {str(error).splitlines()[0]}") from None
     except (ValueError, ImportError) as error:
         if device_map is None:
             raise
@@ -118,26 +241,21 @@ class Loaded:
             for names in (self.missing, sorted([*self.unknown, *self.misshapen]))
         )
         if missing or wrong:
+            prefix = missing and self.prefix(list(stored_names(folder)), set(missing))
             raise ValueError(
                 f"{folder}: weights lack {missing[:3] or 'nothing'} and have unknown or misshapen {wrong[:3]}"
+                + (f"; every name in its files begins with {prefix!r}: without it they fit" if prefix else "")
             )
         return self.model
 
+    def prefix(self, names: list[str], missing: set[str]) -> str:
+        """What all `names` of a checkpoint begin with and the model's would not, if without it nothing is missing."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, apply_renamings
 
-def read_tensors(folder: Path, keep: Callable[[str], bool]) -> dict[str, Tensor]:
-    """The tensors whose names `keep` wants, as they are stored. Raises ValueError for damaged or missing files."""
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    found: dict[str, Tensor] = {}
-    try:
-        if (folder / INDEX).is_file():
-            files = sorted(
-                {folder / file for name, file in read_json(folder / INDEX)["weight_map"].items() if keep(name)}
-            )
-        for file in files:
-            with safe_open(file, "pt") as held:
-                found |= {name: held.get_tensor(name) for name in held.keys() if keep(name)}  # noqa: SIM118 - no dict
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{folder} holds damaged weights: {error}") from None
-    return found
+        renamings = [r for r in get_model_conversion_mapping(self.model) if isinstance(r, WeightRenaming)]
+        for end in (dot.end() for dot in re.finditer(r"\.", names[0])):
+            shared = all(name.startswith(names[0][:end]) for name in names)
+            if shared and missing <= {apply_renamings(name[end:], renamings) for name in names}:
+                return names[0][:end]
+        return ""

@@ -161,11 +161,14 @@ class TestLoading:
         with pytest.raises(ValueError, match=r"lack nothing and have unknown or misshapen \['model\.text_model\.norm"):
             load_backbone(tmp_path)
         (tmp_path / "model-00002-of-00002.safetensors").unlink()
-        with pytest.raises(ValueError, match=r"^no Emu3 checkpoint in [^\n]*model-00002-of-00002[^\n]*$"):
+        with pytest.raises(
+            ValueError,
+            match=rf"^{tmp_path} lacks model-00002-of-00002\.safetensors, one of the 2 files of its weights$",
+        ):
             load_backbone(tmp_path)
         save(tmp_path, {"a": torch.ones(1)})
         (tmp_path / "model.safetensors").write_bytes(b"cut short")
-        with pytest.raises(ValueError, match=r"^no Emu3 checkpoint in [^\n]*$"):
+        with pytest.raises(ValueError, match=rf"^{tmp_path} holds no checkpoint like {HUB}: [^\n]*$"):
             load_backbone(tmp_path)
 
     def test_a_finetuned_model_in_memory_has_the_same_fingerprint(self, folder: Path) -> None:

@@ -101,10 +101,10 @@ def test_a_missing_weight_is_named_and_a_wrong_size_refused(model: Emu3VQVAE, tm
     state = load_file(file)
     lost = next(name for name in state if "quant_conv" in name)
     save_file({k: v for k, v in state.items() if k != lost}, file)
-    with pytest.raises(ValueError, match=rf"vision tokenizer lacks \['{lost.removeprefix('model.vqmodel.')}'\]"):
+    with pytest.raises(ValueError, match=rf"picture tokenizer lacks \['{lost.removeprefix('model.vqmodel.')}'\]"):
         load_tokenizer(folder)
     save_file({"lm_head.weight": torch.zeros(1)}, file)
-    with pytest.raises(ValueError, match="holds no weights of a vision tokenizer"):
+    with pytest.raises(ValueError, match="holds no weights of a picture tokenizer"):
         load_tokenizer(folder)
     model.save_pretrained(tmp_path / "alone")
     with pytest.raises(ValueError, match="does not divide into 2x2"):
@@ -187,5 +187,5 @@ def test_weights_of_another_size_are_one_sentence(model: Emu3VQVAE, tmp_path: Pa
 
 def test_a_checkpoint_without_its_pixel_decoder_holds_no_tokenizer(tmp_path: Path) -> None:
     tiny_emu3((4, 4)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"holds no weights of a vision tokenizer \(safetensors with vqmodel\."):
+    with pytest.raises(ValueError, match=r"holds no weights of a picture tokenizer \(safetensors with vqmodel\."):
         load_tokenizer(tmp_path)

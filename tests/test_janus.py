@@ -150,7 +150,10 @@ class TestPublishedLayout:
         ):
             janus(tmp_path / "a")
         (tmp_path / "a" / "model.safetensors").unlink()
-        with pytest.raises(ValueError, match=r"^no Janus-Pro checkpoint in [^\n]*model\.safetensors[^\n]*$"):
+        with pytest.raises(
+            ValueError,
+            match=r"holds no checkpoint like deepseek-community/Janus-Pro-7B: [^\n]*model\.safetensors[^\n]*$",
+        ):
             janus(tmp_path / "a")
         write_janus(tmp_path / "b")
         (tmp_path / "b" / "chat_template.jinja").unlink()

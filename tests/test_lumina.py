@@ -337,7 +337,7 @@ class TestLoading:
         with pytest.raises(ValueError, match=r"has no tokenizer\.json; those of Alpha-VLLM/Lumina-mGPT-7B-768"):
             fresh(tmp_path)
         (tmp_path / "model.safetensors").write_bytes(b"damaged")
-        with pytest.raises(ValueError, match=r"no Lumina-mGPT checkpoint in"):
+        with pytest.raises(ValueError, match=r"holds no checkpoint like Alpha-VLLM/Lumina-mGPT-7B-768: "):
             fresh(tmp_path)
         (tmp_path / "config.json").write_text('{"model_type": "emu3"}')
         with pytest.raises(ValueError, match="model_type is 'emu3', not 'chameleon'"):

@@ -4,6 +4,7 @@ Prompt: BOS, caption, begin-of-image, "H*W" as text, image-token marker; then ro
 `<|extra_200|>`. h[0, 0] is the state at the image-token marker.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftgrid.common.files import write_json
-from draftgrid.heads.backbones.base import CARD
 from draftgrid.heads.backbones.transformer import VocabularyBackbone
 from draftgrid.heads.grid import TokenGrid
-from draftgrid.heads.weights import load_model
 
 NEGATIVE_PROMPT = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
@@ -23,10 +21,20 @@ NEGATIVE_PROMPT = (
 )
 """The negative prompt of Emu3's published generation example; guidance uses it as the unconditional branch."""
 ROW_END = "<|extra_200|>"
+VISUAL = re.compile(r"<\|visual token (\d+)\|>")
+
+
+def load_processor(folder: Path) -> Any:
+    from transformers import AutoTokenizer, Emu3ImageProcessor, Emu3Processor
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return Emu3Processor(Emu3ImageProcessor(), tokenizer)
 
 
 class Emu3Backbone(VocabularyBackbone):
     adapter = "emu3"
+    model_class, like = "Emu3ForConditionalGeneration", "BAAI/Emu3-Gen-hf"
+    load_processor = staticmethod(load_processor)
 
     def __init__(
         self,
@@ -42,7 +50,7 @@ class Emu3Backbone(VocabularyBackbone):
         self.grid = TokenGrid(*grid, row_end=1)
         self.hidden_size = model.config.text_config.hidden_size
         vocabulary = model.config.vocabulary_map or {}
-        codes = {int(k[-8:-2]): v for k, v in vocabulary.items() if k.startswith("<|visual token")}
+        codes = {int(found[1]): v for k, v in vocabulary.items() if (found := VISUAL.fullmatch(k))}
         if not codes or ROW_END not in vocabulary:
             raise ValueError(
                 f"{name}: config.vocabulary_map lacks '<|visual token ...|>' or {ROW_END!r}; is it an Emu3?"
@@ -53,32 +61,6 @@ class Emu3Backbone(VocabularyBackbone):
             )
         self.take_codes(codes)
         self._row_end = vocabulary[ROW_END]
-
-    @classmethod
-    def from_pretrained(
-        cls, folder: Path, dtype: torch.dtype | None = None, device_map: Any = None, **settings: Any
-    ) -> "Emu3Backbone":
-        """Raises ValueError naming a key the weights lack or have too many; the picture tokenizer alone may be absent,
-        and is let go of."""
-        from transformers import Emu3ForConditionalGeneration
-
-        loaded = load_model(Emu3ForConditionalGeneration, folder, "Emu3", dtype, device_map)
-        model = loaded.check(folder, ignore="model.vqmodel.")
-        cls.lighten(model)
-        return cls(model, load_processor(folder), **{"name": folder.name, **settings})
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Weights as they are (without a pixel decoder that was never loaded), processor files and draftgrid.json."""
-        folder = Path(folder)
-        state = {k: v for k, v in self.model.state_dict().items() if not k.startswith("model.vqmodel.")}
-        self.model.save_pretrained(folder, state_dict=state)
-        self.processor.save_pretrained(folder)
-        card = {
-            "adapter": self.adapter,
-            "grid": [self.grid.height, self.grid.width],
-            "unconditional": self.unconditional,
-        }
-        write_json(folder / CARD, card)
 
     def prompt_ids(self, prompts: Sequence[str | None]) -> list[Tensor]:
         grid, scale = self.grid, self.processor.downsample_ratio
@@ -96,10 +78,3 @@ class Emu3Backbone(VocabularyBackbone):
 
     def structure_ids(self) -> list[int]:
         return [self._row_end]
-
-
-def load_processor(folder: Path) -> Any:
-    from transformers import AutoTokenizer, Emu3ImageProcessor, Emu3Processor
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return Emu3Processor(Emu3ImageProcessor(), tokenizer)

@@ -14,18 +14,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftgrid.common.files import read_json
 from draftgrid.heads.backbones.transformer import TransformerBackbone
 from draftgrid.heads.grid import TokenGrid
 from draftgrid.heads.prompts import Prompt, Unconditional
-from draftgrid.heads.weights import load_model
 
 UNUSED = ("lm_head", "model.vision_model", "model.aligner", "model.vqmodel")
 """What drawing never reads: the text's LM head, the tower that looks at pictures, and the picture tokenizer."""
 
 
+def load_processor(folder: Path) -> Any:
+    """transformers' own, around tokenizer.json as it is: tokenizer_config.json names a class with rules of its own.
+
+    Raises ValueError for a folder without tokenizer.json, chat template or the three image tokens.
+    """
+    from transformers import JanusImageProcessorPil, JanusProcessor, PreTrainedTokenizerFast
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} has no tokenizer.json")
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    lacking = [n for n in ("image_token", "boi_token", "eoi_token", "chat_template") if not getattr(tokenizer, n, None)]
+    if lacking:
+        raise ValueError(f"{folder}: tokenizer_config.json and chat_template.jinja lack {', '.join(lacking)}")
+    return JanusProcessor(JanusImageProcessorPil(), tokenizer, chat_template=tokenizer.chat_template)
+
+
 class JanusProBackbone(TransformerBackbone):
     adapter = "janus_pro"
+    model_class, like = "JanusForConditionalGeneration", "deepseek-community/Janus-Pro-7B"
+    load_processor = staticmethod(load_processor)
     linear_head = False
 
     def __init__(
@@ -43,23 +59,6 @@ class JanusProBackbone(TransformerBackbone):
         self.grid = TokenGrid(*(grid or (side, side)))
         self.hidden_size = model.config.text_config.hidden_size
         self.image_vocab_size = model.config.vq_config.num_embeddings
-
-    @classmethod
-    def from_pretrained(
-        cls, folder: Path, dtype: torch.dtype | None = None, device_map: Any = None, **settings: Any
-    ) -> "JanusProBackbone":
-        """Raises ValueError naming a key the weights lack or have too many. Lets go of what drawing never reads."""
-        from transformers import JanusForConditionalGeneration
-
-        kind = read_json(folder / "config.json").get("model_type")
-        if kind != "janus":
-            raise ValueError(
-                f"{folder}/config.json: model_type is {kind!r}, not 'janus'; DeepSeek's own files are in another "
-                "layout, take those of deepseek-community/Janus-Pro-7B"
-            )
-        model = load_model(JanusForConditionalGeneration, folder, "Janus-Pro", dtype, device_map).check(folder)
-        cls.lighten(model)
-        return cls(model, load_processor(folder), **{"name": folder.name, **settings})
 
     @staticmethod
     def lighten(model: Any) -> None:
@@ -112,19 +111,3 @@ class JanusProBackbone(TransformerBackbone):
             "final_norm": self.text.norm,
         }
         return {f"{part}.{name}": p for part, module in modules.items() for name, p in module.named_parameters()}
-
-
-def load_processor(folder: Path) -> Any:
-    """transformers' own, around tokenizer.json as it is: tokenizer_config.json names a class with rules of its own.
-
-    Raises ValueError for a folder without tokenizer.json, chat template or the three image tokens.
-    """
-    from transformers import JanusImageProcessorPil, JanusProcessor, PreTrainedTokenizerFast
-
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder} has no tokenizer.json")
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    lacking = [n for n in ("image_token", "boi_token", "eoi_token", "chat_template") if not getattr(tokenizer, n, None)]
-    if lacking:
-        raise ValueError(f"{folder}: tokenizer_config.json and chat_template.jinja lack {', '.join(lacking)}")
-    return JanusProcessor(JanusImageProcessorPil(), tokenizer, chat_template=tokenizer.chat_template)

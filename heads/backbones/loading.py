@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 
-from draftgrid.common.files import read_json
+from draftgrid.common.files import read_fields, read_json
+from draftgrid.common.settings import whole
 from draftgrid.heads.backbones.base import CARD, Backbone
 from draftgrid.heads.backbones.registry import adapter_of, find_class
-from draftgrid.heads.weights import HUB_ID, fetch
+from draftgrid.heads.weights import HUB_ID, fetch, read_config
 
+GRID = {"grid": ([int, 2], None)}
 ASSETS = Path(__file__).parent.parent / "assets"
 
 
@@ -44,10 +46,17 @@ def find_checkpoint(
 
 
 def read_card(folder: Path) -> dict[str, Any]:
-    """draftgrid.json, or of a published checkpoint what its config.json says of it; empty if neither is there."""
-    if (folder / CARD).is_file():
-        return read_json(folder / CARD)
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    """draftgrid.json, or of a published checkpoint what its config.json says of it; empty if neither is there.
+
+    Raises ValueError, naming file, field and value, for one of another type.
+    """
+    file = folder / CARD
+    if file.is_file():
+        card = read_fields(read_json(file), file, dict.fromkeys(("adapter", "unconditional"), (str, None)) | GRID)
+        for side in card["grid"] or ():
+            whole(f"{file}: a side of the grid", side, 1)
+        return card
+    config = read_config(folder) if (folder / "config.json").is_file() else {}
     adapter = adapter_of(config.get("model_type"))
     return {} if adapter is None else {"adapter": adapter}
 

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftgrid.common.files import read_json, write_json
-from draftgrid.heads.backbones.base import CARD
 from draftgrid.heads.backbones.transformer import VocabularyBackbone
 from draftgrid.heads.grid import TokenGrid
-from draftgrid.heads.weights import load_model, read_tensors
+from draftgrid.heads.weights import Loaded, read_tensors
 
 PIXELS = 16
 """Side of the square of pixels a code stands for."""
@@ -28,13 +26,38 @@ TEMPLATE = "Generate an image of {width}x{height} according to the following pro
 BOS, TURN_END, IMAGE_START, ROW_END = "<s>", "<reserved08706>", "<racm3:break>", "<reserved08799>"
 SIZE = "<reserved{:05d}>"
 """Size token of n pairs of rows or columns, with 8800 + n."""
-DROPPED = "model.vqmodel."
-"""Chameleon's picture encoder: a tokenizer (heads/tokenizers/chameleon.py) and no part of the backbone."""
 NORM = re.compile(r"\.self_attn\.[qk]_norm\.(weight|bias)$")
+
+
+@torch.no_grad()
+def expand_norms(loaded: Loaded, folder: Path) -> None:
+    """Give every head its q_norm and k_norm, which checkpoints keep once per model-parallel rank: (1, head_dim) in the
+    7B. Those for which that works are no longer misshapen."""
+    wanted = {name for name in loaded.misshapen if NORM.search(name)}
+    stored = read_tensors(folder, wanted.__contains__) if wanted else {}
+    parameters = dict(loaded.model.named_parameters())
+    for name, own in stored.items():
+        rows = parameters[name]
+        if own.ndim == 2 and own.shape[1] == rows.shape[1] and rows.shape[0] % own.shape[0] == 0:
+            rows.copy_(own.repeat_interleave(rows.shape[0] // own.shape[0], dim=0))
+            loaded.misshapen.remove(name)
+
+
+def load_text_tokenizer(folder: Path) -> Any:
+    """tokenizer.json as it is. AutoTokenizer would follow tokenizer_config.json to a class with rules of its own."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"{folder} has no tokenizer.json; those of Alpha-VLLM/Lumina-mGPT-7B-768 serve the whole family"
+        )
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
 class LuminaBackbone(VocabularyBackbone):
     adapter = "lumina_mgpt"
+    model_class, like = "ChameleonForConditionalGeneration", "Alpha-VLLM/Lumina-mGPT-7B-768"
+    load_processor, mend = staticmethod(load_text_tokenizer), staticmethod(expand_norms)
 
     def __init__(self, model: Any, processor: Any, grid: tuple[int, int] = (48, 48), name: str = "lumina_mgpt") -> None:
         """`processor` is the text tokenizer, or a processor that holds one. Raises ValueError for an odd grid."""
@@ -58,30 +81,6 @@ class LuminaBackbone(VocabularyBackbone):
         self._words = words
         self.take_codes(codes)
 
-    @classmethod
-    def from_pretrained(
-        cls, folder: Path, dtype: torch.dtype | None = None, device_map: Any = None, **settings: Any
-    ) -> "LuminaBackbone":
-        """Raises ValueError naming a key the weights lack, have too many or in another shape."""
-        from transformers import ChameleonForConditionalGeneration
-
-        kind = read_json(folder / "config.json").get("model_type")
-        if kind != "chameleon":
-            raise ValueError(f"{folder}/config.json: model_type is {kind!r}, not 'chameleon', Lumina-mGPT's")
-        loaded = load_model(ChameleonForConditionalGeneration, folder, "Lumina-mGPT", dtype, device_map)
-        loaded.misshapen = expand_norms(loaded.model, folder, loaded.misshapen)
-        model = loaded.check(folder, ignore=DROPPED)
-        cls.lighten(model)
-        return cls(model, load_text_tokenizer(folder), **{"name": folder.name, **settings})
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Weights (norms expanded, no picture encoder), tokenizer files and draftgrid.json."""
-        folder = Path(folder)
-        state = {k: v for k, v in self.model.state_dict().items() if not k.startswith(DROPPED)}
-        self.model.save_pretrained(folder, state_dict=state)
-        self.processor.save_pretrained(folder)
-        write_json(folder / CARD, {"adapter": self.adapter, "grid": [self.grid.height, self.grid.width]})
-
     def prompt_ids(self, prompts: Sequence[str | None]) -> list[Tensor]:
         header = [self._words[name] for name in self._header]
         return [torch.tensor(header if p is None else self._request(p) + header) for p in prompts]
@@ -104,30 +103,3 @@ def image_codes(words: dict[str, int]) -> dict[int, int]:
     digits = str.maketrans("ABCDEFGHIJ", "0123456789")
     found = ((re.fullmatch(r"IMGIMG([A-J]+)Z", name), id) for name, id in words.items())
     return {int(name[1].translate(digits)): id for name, id in found if name}
-
-
-@torch.no_grad()
-def expand_norms(model: Any, folder: Path, names: list[str]) -> list[str]:
-    """Give every head its q_norm and k_norm, which checkpoints keep once per model-parallel rank: (1, head_dim) in the
-    7B. Fills those of `names` for which that works, and returns the others."""
-    wanted = {name for name in names if NORM.search(name)}
-    stored = read_tensors(folder, wanted.__contains__) if wanted else {}
-    parameters, left = dict(model.named_parameters()), []
-    for name in names:
-        rows, own = parameters[name], stored.get(name)
-        if own is None or own.ndim != 2 or own.shape[1] != rows.shape[1] or rows.shape[0] % own.shape[0]:
-            left.append(name)
-        else:
-            rows.copy_(own.repeat_interleave(rows.shape[0] // own.shape[0], dim=0))
-    return left
-
-
-def load_text_tokenizer(folder: Path) -> Any:
-    """tokenizer.json as it is. AutoTokenizer would follow tokenizer_config.json to a class with rules of its own."""
-    from transformers import PreTrainedTokenizerFast
-
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(
-            f"{folder} has no tokenizer.json; those of Alpha-VLLM/Lumina-mGPT-7B-768 serve the whole family"
-        )
-    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)

@@ -4,16 +4,19 @@ codes that are words of the text vocabulary. A family says its prompts, its head
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import CacheLayerMixin
 
+from draftgrid.common.files import write_json
 from draftgrid.heads.backbones.attention import own_attention
-from draftgrid.heads.backbones.base import Backbone, ImageHead
+from draftgrid.heads.backbones.base import CARD, Backbone, ImageHead
 from draftgrid.heads.backbones.cache import RaggedCache
+from draftgrid.heads.weights import Loaded, load_model
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Attention of a decoding step. cuDNN's, torch's first choice on newer GPUs, makes a plan for every length of the cache
@@ -23,8 +26,33 @@ that it has not met, tens of milliseconds each: every step of AR has a new one."
 class TransformerBackbone(Backbone):
     """`text` is the text model: embed_tokens, rotary_emb, layers and norm, as all of transformers' Llama kin have."""
 
+    model_class: ClassVar[str]
+    """transformers' name of it."""
+    like: ClassVar[str]
+    """A published checkpoint of the family."""
+    apart: ClassVar[str | None] = None
+    """What the names of weights begin with that are no part of the backbone, and may be absent."""
+    load_processor: ClassVar[Any]
     text: Any
     compiled_layer: Callable[..., Tensor] | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: Path, dtype: torch.dtype | None = None, device_map: Any = None, **settings: Any
+    ) -> Self:
+        """Raises ValueError naming a weight that is absent, unknown or of another shape. Lets go of what drawing never
+        reads."""
+        import transformers
+
+        loaded = load_model(getattr(transformers, cls.model_class), folder, cls.like, dtype, device_map)
+        cls.mend(loaded, folder)
+        model = loaded.check(folder, ignore=cls.apart)
+        cls.lighten(model)
+        return cls(model, cls.load_processor(folder), **{"name": folder.name, **settings})  # type: ignore[call-arg]
+
+    @staticmethod
+    def mend(loaded: Loaded, folder: Path) -> None:
+        """Fill weights that a family's checkpoints keep in another shape."""
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -86,7 +114,19 @@ def one_layer(
 class VocabularyBackbone(TransformerBackbone):
     """Image codes are words of the text vocabulary: rows of its embedding and of its LM head."""
 
+    apart = "model.vqmodel."
+    processor: Any
+    unconditional: str | None = None
     image_ids: Tensor
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Weights as they are, without those of the picture tokenizer, files of the processor, and draftgrid.json."""
+        folder = Path(folder)
+        state = {k: v for k, v in self.model.state_dict().items() if not k.startswith(self.apart)}
+        self.model.save_pretrained(folder, state_dict=state)
+        self.processor.save_pretrained(folder)
+        grid = [self.grid.height, self.grid.width]
+        write_json(folder / CARD, {"adapter": self.adapter, "grid": grid, "unconditional": self.unconditional})
 
     def take_codes(self, codes: Mapping[int, int]) -> None:
         """{code: vocabulary id} of the codes 0 .. V-1."""

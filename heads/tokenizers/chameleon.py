@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from draftgrid.common.files import atomic, read_json, write_json
+from draftgrid.common.files import atomic, write_json
 from draftgrid.heads.tokenizers.learned import (
     PREFIX,
     LearnedTokenizer,
@@ -24,6 +24,7 @@ from draftgrid.heads.tokenizers.learned import (
 )
 from draftgrid.heads.tokenizers.patch_vq import nearest_code
 from draftgrid.heads.tokenizers.vqgan import VQGAN, Sizes, new_vqgan
+from draftgrid.heads.weights import read_config
 
 CHECKPOINT, YAML = "vqgan.ckpt", "vqgan.yaml"
 ADVICE = (
@@ -99,8 +100,8 @@ class ChameleonVQ(LearnedTokenizer):
         if not (folder / "config.json").is_file():
             sizes, state = read_release(folder)
             return cls(loaded(new_vqgan(sizes), state, folder), [0.5] * 3, [0.5] * 3, sizes.resolution)
-        config = read_json(folder / "config.json")
-        whole = config["model_type"] == "chameleon"
+        config = read_config(folder)
+        whole = config.get("model_type") == "chameleon"
         sizes = sizes_of(config.get("vq_config") or {} if whole else config, TRANSFORMERS)
         state = tokenizer_weights(folder, whole)
         if not state:

@@ -9,15 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftgrid.common.files import read_json
-from draftgrid.heads.tokenizers.learned import (
-    PREFIX,
-    LearnedTokenizer,
-    fill,
-    normalisation,
-    picture_side,
-    tokenizer_weights,
-)
+from draftgrid.heads.tokenizers.learned import LearnedTokenizer, checkpoint_model, normalisation, picture_side
 
 SIDE = 720
 """Pixels of Emu3's own pictures, 90 x 90 codes of 8 x 8 pixels."""
@@ -48,16 +40,10 @@ class Emu3VQ(LearnedTokenizer):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "Emu3VQ":
-        """Raises ValueError if there are no such weights, or they lack a key, or have one too many."""
-        from transformers import Emu3VQVAE, Emu3VQVAEConfig
+        """Raises ValueError as `checkpoint_model`."""
+        from transformers import Emu3VQVAE
 
         folder = Path(folder)
-        config = read_json(folder / "config.json")
-        whole = config["model_type"] == "emu3"
-        model = Emu3VQVAE(Emu3VQVAEConfig.from_dict(config["vq_config"] if whole else config))
-        state = tokenizer_weights(folder, whole)
-        if not state:
-            raise ValueError(f"{folder} holds no weights of a vision tokenizer (safetensors with {PREFIX}...)")
-        fill(model, state, folder, "vision tokenizer")
+        model = checkpoint_model(folder, Emu3VQVAE, "emu3")
         mean, std, side = normalisation(folder, SIDE)
         return cls(model, mean, std, picture_side(folder, model.spatial_scale_factor, side))

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftgrid.common.files import read_json
-from draftgrid.heads.tokenizers.learned import PREFIX, LearnedTokenizer, fill, normalisation, tokenizer_weights
+from draftgrid.heads.tokenizers.learned import LearnedTokenizer, checkpoint_model, normalisation
 from draftgrid.heads.tokenizers.patch_vq import nearest_code
 
 SIDE = 384
@@ -48,14 +47,7 @@ class JanusVQ(LearnedTokenizer):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "JanusVQ":
-        """Raises ValueError if there are no such weights, or they lack a key, or have one too many."""
-        from transformers import JanusVQVAE, JanusVQVAEConfig
+        """Raises ValueError as `checkpoint_model`."""
+        from transformers import JanusVQVAE
 
-        folder = Path(folder)
-        config = read_json(folder / "config.json")
-        whole = config["model_type"] == "janus"
-        state = tokenizer_weights(folder, whole)
-        if not state:
-            raise ValueError(f"{folder} holds no weights of a picture tokenizer (safetensors with {PREFIX}...)")
-        model = JanusVQVAE(JanusVQVAEConfig.from_dict(config["vq_config"] if whole else config))
-        return cls(fill(model, state, folder, "picture tokenizer"), *normalisation(folder, SIDE))
+        return cls(checkpoint_model(Path(folder), JanusVQVAE, "janus"), *normalisation(Path(folder), SIDE))

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from draftgrid.common.files import read_json, write_json
+from draftgrid.heads.backbones.loading import read_card
 from draftgrid.heads.tokenizers.base import ImageTokenizer
-from draftgrid.heads.weights import read_tensors
+from draftgrid.heads.weights import new_model, read_config, read_tensors
 
 PREFIX = "vqmodel."
 """In the names of a tokenizer's weights inside a language model's checkpoint."""
@@ -74,14 +75,28 @@ def normalisation(folder: Path, side: int) -> tuple[list[float], list[float], in
 
 def picture_side(folder: Path, patch: int, side: int) -> int:
     """Of a checkpoint that says its grid, what that is in pixels; else `side`."""
-    card = read_json(folder / "draftgrid.json") if (folder / "draftgrid.json").is_file() else {}
-    return card["grid"][0] * patch if "grid" in card else side
+    grid = read_card(folder).get("grid")
+    return grid[0] * patch if grid else side
 
 
 def tokenizer_weights(folder: Path, whole: bool) -> dict[str, Tensor]:
     """Weights by the tokenizer's own names; of a `whole` language model only those under PREFIX. Empty if none."""
     stored = read_tensors(folder, lambda name: not whole or PREFIX in name)
     return {name.partition(PREFIX)[2] if whole else name: tensor.float() for name, tensor in stored.items()}
+
+
+def checkpoint_model(folder: Path, model_class: Any, family: str) -> Any:
+    """transformers' own tokenizer with the weights of a folder: alone, or within a language model of `family`.
+
+    Raises ValueError if there are no such weights, or they lack a key, or have one too many.
+    """
+    config = read_config(folder)
+    whole = config.get("model_type") == family
+    state = tokenizer_weights(folder, whole)
+    if not state:
+        raise ValueError(f"{folder} holds no weights of a picture tokenizer (safetensors with {PREFIX}...)")
+    sizes = config.get("vq_config") or {} if whole else config
+    return fill(new_model(model_class, sizes, folder / "config.json", "cpu"), state, folder, "picture tokenizer")
 
 
 def fill(

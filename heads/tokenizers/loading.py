@@ -12,6 +12,7 @@ from draftgrid.heads.tokenizers.chameleon import CHECKPOINT, ChameleonVQ
 from draftgrid.heads.tokenizers.emu3 import Emu3VQ
 from draftgrid.heads.tokenizers.janus import JanusVQ
 from draftgrid.heads.tokenizers.patch_vq import PatchVQ
+from draftgrid.heads.weights import read_config
 
 
 def load_tokenizer(
@@ -39,7 +40,7 @@ def load_tokenizer(
         "janus": JanusVQ,
     }
     types = {t: name for name, kind in kinds.items() for t in getattr(kind, "model_types", ())}
-    model_type = read_json(path / "config.json").get("model_type") if (path / "config.json").is_file() else None
+    model_type = read_config(path).get("model_type") if (path / "config.json").is_file() else None
     if model_type in types:
         kind = types[model_type]
     elif path.is_file() or (path / CHECKPOINT).is_file():

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftgrid.common.files import read_json
 from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.backbones.loading import adapter_class, find_checkpoint, read_card, shipped
 from draftgrid.heads.backbones.published import meta_model
 from draftgrid.heads.backbones.registry import families
 from draftgrid.heads.backbones.transformer import TransformerBackbone
 from draftgrid.heads.mtp import MTPHeads, TrainedOn, kind_of
+from draftgrid.heads.weights import read_config
 from draftgrid.recipes.launch.schema import BackboneConfig, TrainConfig
 from draftgrid.recipes.plan.memory import Shape, Tensors
 from draftgrid.training.module import BackboneModule, HeadsModule
@@ -56,20 +56,20 @@ def _backbone(b: BackboneConfig) -> tuple[Backbone, int]:
     path = None
     try:
         path = find_checkpoint(b.place, local_files_only=True, part=None)
-        card, name = read_card(path), path.name
-    except ValueError:
+    except ValueError as error:
         if b.checkpoint not in published:
             raise ValueError(
                 f"backbone.checkpoint is {b.place!r}, where no checkpoint is; the plan needs config.json alone: set "
                 f"backbone.checkpoint to the folder it lies in, or to {' or '.join([*shipped(), *published])}"
-            ) from None
-        card, name = {"adapter": published[b.checkpoint]}, b.checkpoint
+            ) from error
+    card = {"adapter": published[b.checkpoint]} if path is None else read_card(path)
+    name = b.checkpoint if path is None else path.name
     grid = b.grid or card.get("grid")
     settings: dict[str, Any] = {"grid": tuple(grid)} if grid else {}
     kind = adapter_class(b.adapter or card.get("adapter"), name)
     if path is not None and not issubclass(kind, TransformerBackbone):
         return kind.from_pretrained(path, **settings).to("meta").freeze(), 0
-    config = families()[published[name]].model_config() if path is None else read_json(path / "config.json")
+    config = families()[published[name]].model_config() if path is None else read_config(path)
     model = meta_model(config, name)
     whole = count(model)
     kind.lighten(model)
