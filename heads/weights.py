@@ -19,10 +19,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 """One of several files of weights."""
 SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "image_size", "patch_size"),
-    *("codebook_size", "num_embeddings", "embed_dim", "base_channels", "latent_channels"),
-)
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "image_size patch_size codebook_size num_embeddings embed_dim base_channels latent_channels in_channels "
+    "out_channels temporal_downsample_factor projection_dim image_token_embed_dim"
+).split()
 """Fields of config.json and of its parts that a model's shapes follow from: whole numbers from 1 on."""
 ROPE = {"rope_theta": (float, None), "rope_type": (str, None), "factor": (float, None)}
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -87,15 +87,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     config = read_json(file)
     parts = read_fields(config, file, dict.fromkeys(("text_config", "vision_config", "vq_config"), (dict, None)))
-    names = {"model_type": (str, None), "architectures": ([str, None], None), "vocabulary_map": (dict, None)}
-    read_fields(config, file, names)
+    read_fields(config, file, {"architectures": ([str, None], None), "vocabulary_map": (dict, None)})
     for part, held in (("", config), *((f"{name}.", held) for name, held in parts.items() if held)):
         for name in SIZES:
             if held.get(name) is not None:
                 whole(f"{file}: {part}{name}", held[name], 1)
         lists = dict.fromkeys(("channel_multiplier", "attn_resolutions"), ([int, None], None))
         ropes = dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, None))
-        found = read_fields(held, f"{file}: {part.strip('.')}" if part else file, lists | ropes | ROPE)
+        kinds = lists | ropes | ROPE | {"model_type": (str, None)}
+        found = read_fields(held, f"{file}: {part.strip('.')}" if part else file, kinds)
         for name in ropes:
             read_fields(found[name] or {}, f"{file}: {part}{name}", ROPE)
     size = (parts["text_config"] or config).get("vocab_size")
@@ -195,7 +195,8 @@ def load_model(model_class: Any, folder: Path, like: str, dtype: Any = None, dev
         kind = config.get("model_type")
         raise ValueError(f"{folder}/config.json: model_type is {kind!r}, not {wanted!r}; take files as those of {like}")
     model = new_model(model_class, config, folder / "config.json")
-    count, size = sum(p.numel() for p in model.parameters()), sum(f.stat().st_size for f in weight_files(folder))
+    count = sum(p.numel() for name, p in model.named_parameters() if "vqmodel." not in name)
+    size = sum(file.stat().st_size for file in weight_files(folder))
     if count > 8 * size > 0:  # or it would make them all before it misses them
         raise ValueError(f"{folder}/config.json describes {count:,} weights, but its files have {size:,} bytes")
     verbosity, bars = logging.get_verbosity(), logging._tqdm_active
