@@ -8,11 +8,14 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from draftgrid.common.packages import missing
 
 T = TypeVar("T")
 
@@ -295,12 +298,20 @@ def show_help(schema: type, doc: str | None) -> str:
     return "\n".join(lines)
 
 
-def _sentence(error: ValueError) -> str:
-    """The error's own words; a loader process sends them at the end of its traceback."""
-    text = str(error)
-    if text.startswith("Caught ValueError in "):
-        text = text.rpartition("\nValueError: ")[2].strip()
-    return text
+def _sentence(error: Exception) -> str:
+    """What to tell of an error that is for a user to mend, '' of one that is not; a loader process sends a sentence at
+    the end of its traceback."""
+    if isinstance(error, ValueError):
+        text = str(error)
+        return text.rpartition("\nValueError: ")[2].strip() if text.startswith("Caught ValueError in ") else text
+    if isinstance(error, OSError):
+        return f"{error.filename or 'output'}: {error.strerror}" if error.errno is not None else ""
+    if isinstance(error, ModuleNotFoundError):
+        return missing(error.name, error) if error.name and not error.name.startswith("draftgrid") else ""
+    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory|not enough memory", str(error)):
+        said = next(iter(str(error).splitlines()), "")
+        return f"memory does not suffice ({said}); use a smaller batch_size, or smaller heads"
+    return ""
 
 
 def main(
@@ -312,7 +323,7 @@ def main(
     arguments: Sequence[str] | None = None,
     plain: bool = False,
 ) -> None:
-    """Entry of every command: compose, run; a ValueError or a full disk ends it with one sentence and exit code 2.
+    """Entry of every command: compose, run; what a user can mend ends it with one sentence and exit code 2.
 
     `plain` composes without Hydra, for a machine that lacks it: values are numbers, true or false, [lists] and text.
     """
@@ -322,15 +333,11 @@ def main(
         return
     try:
         run(compose_plain(schema, arguments) if plain else compose(schema, arguments, recipes, default_recipe))
-    except ValueError as error:
-        if os.environ.get("DRAFTGRID_TRACEBACK"):
+    except (ValueError, OSError, ModuleNotFoundError, MemoryError, RuntimeError) as error:
+        said = _sentence(error)
+        if not said or os.environ.get("DRAFTGRID_TRACEBACK"):
             raise
-        print(f"error: {_sentence(error)}", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        if error.errno is None or os.environ.get("DRAFTGRID_TRACEBACK"):
-            raise
-        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        print(f"error: {said}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

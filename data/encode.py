@@ -12,13 +12,13 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from draftgrid.data.shards import MANIFEST, MAX_BROKEN, Manifest, Sample, Shard,
 from draftgrid.data.sources import ABSENT, FITS, NO_CAPTION, Item, Source, open_picture, open_source, pixels
 from draftgrid.heads.tokenizers import ImageTokenizer, load_tokenizer
 
+T = TypeVar("T")
 PLAN = "plan.json"
 SKIPPED = "skipped.jsonl"
 PARTS = ".parts"
@@ -37,7 +38,7 @@ PARTS = ".parts"
 OLD = ".old"
 """Folder within `out` that keeps what an overwriting encode found there until the new manifest is written."""
 GIVE_UP = 900.0
-"""Seconds without any sign of the other processes after which process 0 no longer waits for them."""
+"""Seconds without any sign of the other processes after which one no longer waits for them."""
 
 
 @dataclass
@@ -127,7 +128,7 @@ def encode(
     if rank > 0:
         return None
     if not (out / MANIFEST).is_file():
-        parts = [_await(out, index) for index in range(len(chunks))]
+        parts = [wait_until(out, partial(_finished, out, i), shard_name(i)) for i in range(len(chunks))]
         skipped = [Skipped(*entry) for _, entries in parts for entry in entries]
         check_skipped(skipped, count, count)
         text = "".join(f'{{"key": {json.dumps(s.key)}, "reason": {json.dumps(s.reason)}}}\n' for s in skipped)
@@ -162,7 +163,6 @@ def _encode_share(
     """The shards of one process, one after the other; those that are there are kept."""
     skipped: list[Skipped] = []
     seen, begun, done = 0, 0.0, 0
-    sign = out / PARTS / f".alive.{share.start}" if share.start else None
     of = f", process {share.start + 1} of {share.step}" if share.step > 1 else ""
     with tqdm(total=sum(len(chunks[i]) for i in share), desc=f"encode {source.name} {split}{of}", unit="img") as bar:
         for index in share:
@@ -179,9 +179,7 @@ def _encode_share(
             for batch in _batches(source.take(split, chunk.tolist()), batch_size):
                 samples += _encode_batch(source.name, batch, tokenizer, size, fit, mine)
                 bar.update(len(batch))
-                if sign:
-                    sign.parent.mkdir(exist_ok=True)
-                    sign.touch()
+                give_sign(out, share.start)
                 if begun:
                     done += len(batch)
                 begun = begun or time.perf_counter()
@@ -191,8 +189,6 @@ def _encode_share(
             shard = write_shard(out / shard_name(index), samples, tokenizer.codebook_size)
             entries = [[s.key, s.reason] for s in mine]
             write_json(out / PARTS / f"{shard_name(index)}.json", {"shard": asdict(shard), "skipped": entries})
-    if sign:
-        sign.unlink(missing_ok=True)
     for line in skipped:
         tqdm.write(f"skipped: {line.key}: {line.reason}")
     if done:
@@ -222,34 +218,42 @@ def _finished(out: Path, index: int) -> tuple[Shard, list[list[str]]] | None:
     return (shard, part["skipped"]) if tar.is_file() and tar.stat().st_size == shard.bytes else None
 
 
-def _await(out: Path, index: int) -> tuple[Shard, list[list[str]]]:
-    """The same once whoever is at it has finished. Raises ValueError if no process gives a sign for GIVE_UP seconds."""
+def wait_until(out: Path, ready: Callable[[], T | None], what: str) -> T:
+    """What `ready` says as soon as it says something, while others work on `out`.
+
+    Raises ValueError if none of them gives a sign for GIVE_UP seconds.
+    """
     told = moved = time.monotonic()
     signs: set[tuple[str, int]] = set()
-    while True:
-        if finished := _finished(out, index):
-            return finished
-        found = set()
+    while not (found := ready()):
+        seen = set()
         for path in (out / PARTS).glob(".alive.*"):
             with suppress(FileNotFoundError):
-                found.add((path.name, path.stat().st_mtime_ns))
-        if found != signs:
-            signs, moved = found, time.monotonic()
+                seen.add((path.name, path.stat().st_mtime_ns))
+        if seen != signs:
+            signs, moved = seen, time.monotonic()
         if time.monotonic() - moved > GIVE_UP:
             raise ValueError(
-                f"{out / shard_name(index)} is not finished, and the process that encodes it has given no sign for "
-                f"{GIVE_UP:.0f} s; see what it says, and run the same command again to go on"
+                f"{out / what} is not finished, and the process that makes it has given no sign for {GIVE_UP:.0f} s; "
+                "see what it says, and run the same command again to resume"
             )
         if time.monotonic() - told > 60:
-            tqdm.write(f"waiting for another process to finish {shard_name(index)}")
+            tqdm.write(f"waiting for another process to finish {what}")
             told = time.monotonic()
         time.sleep(0.2)
+    return found
+
+
+def give_sign(out: Path, rank: int) -> None:
+    """Tell those who wait for a part of `out` that this process is alive and at it."""
+    (out / PARTS).mkdir(exist_ok=True)
+    (out / PARTS / f".alive.{rank}").touch()
 
 
 def claim(out: Path, plan: dict, overwrite: bool, advice: str) -> None:
     """Mark `out` as the place of this plan. Raises ValueError, ending with `advice`, if it is the place of another.
 
-    With `overwrite` what is there moves to OLD within `out`, and `tidy` removes it behind the new manifest.
+    With `overwrite` what is there moves to OLD within `out`, and `tidy` removes it once the new manifest stands.
     """
     theirs = read_json(out / PLAN) if (out / PLAN).is_file() else {}
     if theirs == plan:
@@ -276,7 +280,7 @@ def claim(out: Path, plan: dict, overwrite: bool, advice: str) -> None:
                     os.replace(path, moving / path.name)
             shutil.rmtree(out / OLD, ignore_errors=True)
             os.replace(moving, out / OLD)
-        tqdm.write(f"{out / OLD} keeps what was in {out} until the new encode is finished")
+        tqdm.write(f"{out / OLD} keeps what was in {out} until the new set is finished")
     write_json(out / PLAN, plan)
 
 
@@ -325,8 +329,8 @@ def _encode_batch(
     if not kept:
         return
     for item, picture, codes in zip(kept, pictures, tokenizer.encode(pixels(pictures)).cpu().numpy(), strict=True):
-        facts = {"source": source, "file": item.path.name, "size": picture.info["original_size"]}
-        yield Sample(item.key, codes, item.caption, facts)
+        metadata = {"source": source, "file": item.path.name, "size": picture.info["original_size"]}
+        yield Sample(item.key, codes, item.caption, metadata)
 
 
 def processes() -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The token-shard format: WebDataset tars of (codes, caption, facts) beside a manifest that says what they are.
+"""The token-shard format: WebDataset tars of (codes, caption, metadata) beside a manifest that says what they are.
 
 A shard set is a folder: `shard-000000.tar` ... and `manifest.json`. A sample KEY is `KEY.tokens.npy` (H, W; uint16 or
 uint32), `KEY.txt` and `KEY.json`. Shards are written under temporary names; the manifest comes last.
@@ -33,7 +33,7 @@ class Sample:
     tokens: np.ndarray
     """(H, W) integer codes."""
     caption: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def write_shard(path: Path, samples: Sequence[Sample], codes: int) -> Shard:
         for sample in samples:
             array = io.BytesIO()
             np.save(array, sample.tokens.astype(dtype))
-            facts = json.dumps(sample.facts, sort_keys=True).encode()
-            files = (("tokens.npy", array.getvalue()), ("txt", sample.caption.encode()), ("json", facts))
+            metadata = json.dumps(sample.metadata, sort_keys=True).encode()
+            files = (("tokens.npy", array.getvalue()), ("txt", sample.caption.encode()), ("json", metadata))
             for suffix, content in files:
                 info = tarfile.TarInfo(f"{sample.key}.{suffix}")
                 info.size = len(content)
@@ -202,10 +202,10 @@ def read_index(file: IO[bytes]) -> Index:
     return Index(keys, np.array(parts, np.int64).reshape(-1, len(SUFFIXES), 2), *damage)
 
 
-def read_sample(file: IO[bytes], where: str, index: Index, i: int, facts: bool = True) -> Sample | Broken:
-    """Sample i of an open tar, or why not; `facts` says whether its .json is read too."""
+def read_sample(file: IO[bytes], where: str, index: Index, i: int, metadata: bool = True) -> Sample | Broken:
+    """Sample i of an open tar, or why not; `metadata` says whether its .json is read too."""
     where = f"{where} sample {index.keys[i]}"
-    spans = index.parts[i, : 3 if facts else 2].tolist()
+    spans = index.parts[i, : 3 if metadata else 2].tolist()
     for suffix, (offset, _) in zip(SUFFIXES, spans, strict=False):
         if not offset:
             return Broken(where, f"no {suffix}" + (": no image tokens" if "npy" in suffix else ""))
@@ -218,7 +218,7 @@ def read_sample(file: IO[bytes], where: str, index: Index, i: int, facts: bool =
         tokens = _array(array)
         if tokens.ndim != 2 or tokens.size == 0:
             return Broken(where, f"no image tokens: array of shape {tokens.shape}")
-        return Sample(index.keys[i], tokens, caption.decode(), json.loads(rest[0]) if facts else {})
+        return Sample(index.keys[i], tokens, caption.decode(), json.loads(rest[0]) if metadata else {})
     except Exception as error:  # of one flipped byte in a header numpy makes a TokenError, a TypeError or a BadZipFile
         return Broken(where, str(error).replace("\n", " ") or type(error).__name__)
 

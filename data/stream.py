@@ -83,7 +83,9 @@ class ShardSet:
                 yield self.shards[index], numbers[low - start : high - start]
                 low = min(high, ends[place])
 
-    def read(self, shard: Shard, numbers: Sequence[int] | np.ndarray, facts: bool = False) -> Iterator[Sample | Broken]:
+    def read(
+        self, shard: Shard, numbers: Sequence[int] | np.ndarray, metadata: bool = False
+    ) -> Iterator[Sample | Broken]:
         """Samples of one shard by their numbers; one that does not fit the manifest is Broken.
 
         Raises ValueError naming the shard if it cannot be had at all.
@@ -97,7 +99,7 @@ class ShardSet:
                 if i >= len(index.keys):
                     yield Broken(f"{place} sample {i}", index.damage or "missing from the shard")
                     continue
-                sample = read_sample(file, place, index, i, facts)
+                sample = read_sample(file, place, index, i, metadata)
                 if isinstance(sample, Sample):
                     where, tokens = f"{place} sample {sample.key}", sample.tokens
                     if tokens.shape != manifest.grid:

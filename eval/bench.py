@@ -21,6 +21,7 @@ from tqdm import tqdm
 from draftgrid.common.cli import key, main
 from draftgrid.common.environment import machine
 from draftgrid.common.files import atomic, write_json
+from draftgrid.common.packages import need
 from draftgrid.common.sheet import contact_sheet
 from draftgrid.common.table import table as columns_of
 from draftgrid.eval.calibrate import calibrate, windowed
@@ -275,6 +276,7 @@ def run(config: BenchConfig) -> None:
         raise ValueError(f"layers is {config.layers}; only backbone={PREFIX}FAMILY can have fewer than its own")
     config = replace(config)  # the caller's own stays as it is
     decoders, samplings, plan = resolve(config)
+    need("matplotlib", use="speed.png")
     loaded = load(config, decoders)
     images = len(loaded.prompts)
     jobs = [

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draftgrid.common.files import atomic
+from draftgrid.common.packages import need
 
 Box = tuple[float, float, float, float]
 TICKS = (0.1, 0.2, 0.5, 1, 1.5, 2, 3, 4, 5, 7, 10, 15, 20), (-3, -1, -0.3, -0.1, -0.05, 0, 0.05, 0.1, 0.3, 1, 3)
@@ -19,6 +20,7 @@ def speed_chart(rows: Sequence[dict[str, Any]], labels: Sequence[str], title: st
 
     Filled markers are exact decoders, hollow ones lossy; a colour per decoder. The same rows give the same bytes.
     """
+    need("matplotlib", use="speed.png")
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

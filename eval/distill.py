@@ -6,7 +6,6 @@ torchrun process r of n draws blocks r, r + n, ...
 """
 
 import hashlib
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from torch import nn
 from tqdm import tqdm
 
 from draftgrid.common.files import atomic
-from draftgrid.data.encode import PARTS, claim, processes, tidy, wait_for_plan
+from draftgrid.data.encode import PARTS, claim, give_sign, processes, tidy, wait_for_plan, wait_until
 from draftgrid.data.shards import MANIFEST, Manifest, Sample, read_manifest, shard_name, write_shard
+from draftgrid.eval.decoders.engine import RowCallback
 from draftgrid.eval.setup import DecoderSpec, Loaded
 from draftgrid.heads.mtp import MTPHeads
 
@@ -67,13 +67,12 @@ def distill(
         wait_for_plan(out, plan)
     blocks = [range(i, min(i + batch_size, len(prompts))) for i in range(0, len(prompts), batch_size)]
     if not (out / MANIFEST).is_file():
-        _draw(loaded, decoder, out, seed, [b for i, b in enumerate(blocks) if i % world == rank])
+        _draw(loaded, decoder, out, seed, blocks[rank::world], lambda *_: give_sign(out, rank))
     if rank > 0:
         return None
     if not (out / MANIFEST).is_file():
-        while missing := [b for b in blocks if not _block(out, b).is_file()]:
-            tqdm.write(f"waiting for other processes to draw {len(missing)} blocks")
-            time.sleep(5)
+        for path in (_block(out, b) for b in blocks):
+            wait_until(out, path.is_file, f"{PARTS}/{path.name}")
         _pack(loaded, out, settings, blocks, plan["shards"])
     tidy(out)
     return read_manifest(out)
@@ -102,14 +101,16 @@ def _block(out: Path, numbers: range) -> Path:
     return out / PARTS / f"block-{numbers.start:08d}.npy"
 
 
-def _draw(loaded: Loaded, decoder: DecoderSpec, out: Path, seed: int, blocks: Sequence[range]) -> None:
-    """Those of the blocks that are not there yet."""
+def _draw(
+    loaded: Loaded, decoder: DecoderSpec, out: Path, seed: int, blocks: Sequence[range], sign: RowCallback
+) -> None:
+    """Those of the blocks that are not there yet, with a sign of life after every row."""
     with tqdm(total=sum(map(len, blocks)), desc=f"draw with {decoder.name}", unit="img") as bar:
         for numbers in blocks:
             if not _block(out, numbers).is_file():
                 if (out / MANIFEST).is_file():  # process 0 finished meanwhile, and has removed the parts
                     return
-                tokens = loaded.draw(decoder, numbers, seed).tokens.cpu().numpy()
+                tokens = loaded.draw(decoder, numbers, seed, sign).tokens.cpu().numpy()
                 with atomic(_block(out, numbers)) as temporary, open(temporary, "wb") as file:
                     np.save(file, tokens.astype(np.uint32))
             bar.update(len(numbers))

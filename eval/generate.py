@@ -31,7 +31,7 @@ class GenerateConfig(EvalConfig):
     scale: int = key(4, "pixels are enlarged so many times")
     save: str = key("pictures", "pictures, or shards: token shards to train on, resumable, also under torchrun")
     shards: int = key(16, "save=shards: number of shard files")
-    overwrite: bool = key(False, "save=shards: delete what else lies in out")
+    overwrite: bool = key(False, "save=shards: replace what else lies in out, once the new set is finished")
     out: str = key("runs/pictures", "folder for the PNGs, sheet.png and pictures.json, or for the shards")
 
 

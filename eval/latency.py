@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 from tqdm import tqdm
 
@@ -27,6 +26,7 @@ from draftgrid.common.cli import key, main
 from draftgrid.common.device import pick_device
 from draftgrid.common.environment import machine
 from draftgrid.common.files import write_json
+from draftgrid.common.packages import need
 from draftgrid.common.timing import synchronize, timed
 from draftgrid.eval.decoders import Sampling, make_policy
 from draftgrid.eval.decoders.engine import Canvas, steps
@@ -61,6 +61,7 @@ class LatencyConfig:
 
 def check(config: LatencyConfig) -> tuple[list[str], list[DecoderSpec]]:
     """(families, decoders). Raises ValueError before anything is made."""
+    transformers = need("transformers", use="latency")
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
         raise ValueError(f"transformers is {transformers.__version__}; its layers take a cache of ours from 5.24 on")
     names = [name.strip() for name in config.backbones.split(",")]

@@ -18,11 +18,27 @@ from draftgrid.common.settings import whole
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 """One of several files of weights."""
-SIZES = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-    "image_size patch_size codebook_size num_embeddings embed_dim base_channels latent_channels in_channels "
-    "out_channels temporal_downsample_factor projection_dim image_token_embed_dim"
-).split()
+SIZES = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "image_size",
+    "patch_size",
+    "codebook_size",
+    "num_embeddings",
+    "embed_dim",
+    "base_channels",
+    "latent_channels",
+    "in_channels",
+    "out_channels",
+    "temporal_downsample_factor",
+    "projection_dim",
+    "image_token_embed_dim",
+]
 """Fields of config.json and of its parts that a model's shapes follow from: whole numbers from 1 on."""
 ROPE = {"rope_theta": (float, None), "rope_type": (str, None), "factor": (float, None)}
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")

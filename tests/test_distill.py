@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftgrid.data import encode as encode_module
 from draftgrid.data import verify
 from draftgrid.data.config import StreamConfig
 from draftgrid.data.encode import PARTS
@@ -91,7 +91,7 @@ def test_every_prompt_has_one_picture_of_its_own(whole: Path, world: World) -> N
     samples = samples_of(whole)
     assert [s.caption for s in samples] == PROMPTS
     assert [s.key for s in samples] == [f"{i:08d}" for i in range(20)]
-    assert [s.facts for s in samples] == [{"source": "self", "number": i} for i in range(20)]
+    assert [s.metadata for s in samples] == [{"source": "self", "number": i} for i in range(20)]
     assert len({s.tokens.tobytes() for s in samples}) == 20
     assert [shard.samples for shard in read_manifest(whole).shards] == [7, 7, 6]
     assert sorted(files(whole)) == ["manifest.json", "plan.json", *(f"shard-{i:06d}.tar" for i in range(3))]
@@ -327,6 +327,58 @@ def test_overwriting_leaves_nothing_of_the_other(keys: dict[str, object], whole:
     assert files(tmp_path / "out") == files(whole)
 
 
+def test_the_old_set_is_kept_until_the_new_one_stands(
+    keys: dict[str, object], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    draw(keys, out)
+    with monkeypatch.context() as patch:
+        patch.setattr(Loaded, "draw", dying(8, Loaded.draw))
+        process = FORK.Process(target=draw, args=(keys, out), kwargs={"seed": 1, "overwrite": True})
+        process.start()
+        process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert len(blocks(out)) == 7 and files(out / ".old") == files(whole)
+    draw(keys, out, seed=1)
+    draw(keys, tmp_path / "fresh", seed=1)
+    assert files(out) == files(tmp_path / "fresh") != files(whole)
+
+
+def test_process_0_waits_for_one_that_draws_and_not_for_a_dead_one(
+    keys: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode_module, "GIVE_UP", 1.0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=r"out/\.parts/block-00000001\.npy is not finished, .* no sign for 1 s; see"):
+        draw(keys, out, images=2)
+
+    def slow() -> None:
+        """Its block takes longer than process 0 waits without a sign; each of its four rows gives one."""
+        os.environ["RANK"] = "1"
+        plain = Loaded.draw
+
+        def row_by_row(self: Loaded, decoder: object, part: range, seed: int, told: Callable | None) -> DecodeResult:
+            def wait(*row: object) -> None:
+                time.sleep(0.5)
+                assert told is not None
+                told(*row)
+
+            return plain(self, decoder, part, seed, wait)  # type: ignore[arg-type]
+
+        Loaded.draw = row_by_row  # type: ignore[method-assign, assignment]
+        draw(keys, out, images=2)
+
+    process = FORK.Process(target=slow)
+    process.start()
+    draw(keys, out, images=2)
+    process.join(60)
+    assert process.exitcode == 0
+    monkeypatch.delenv("WORLD_SIZE")
+    draw(keys, tmp_path / "alone", images=2)
+    assert files(out) == files(tmp_path / "alone")
+
+
 def test_a_folder_of_encoded_pictures_is_not_taken(keys: dict[str, object], tmp_path: Path) -> None:
     write_set(tmp_path / "out", [3])
     before = files(tmp_path / "out")
@@ -362,13 +414,12 @@ def test_two_processes_give_the_bytes_of_one_and_draw_half_each(
     keys: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
 ) -> None:
     draw(keys, tmp_path / "one", batch_size=batch_size)
-    out, wait = tmp_path / "two", time.sleep
+    out = tmp_path / "two"
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     second = FORK.Process(target=draw, args=(keys, out), kwargs={"batch_size": batch_size})
     second.start()
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(distill_module, "time", SimpleNamespace(sleep=lambda _: wait(0.05)))
     numbers = counted(monkeypatch)
     draw(keys, out, batch_size=batch_size)
     second.join(60)

@@ -124,7 +124,7 @@ def test_a_folder_of_pictures_is_encoded_with_it(model: Emu3VQVAE, tmp_path: Pat
     assert manifest.tokenizer == tokenizer.fingerprint
     for sample in read_shard(tmp_path / "out" / manifest.shards[0].file):
         assert isinstance(sample, Sample)
-        file = pictures / sample.facts["file"]
+        file = pictures / sample.metadata["file"]
         with Image.open(file) as opened:
             assert opened.size == (40, 40)
         expected = tokenizer.encode(pixels([open_picture(Item("x", "", file), 32)]))[0]

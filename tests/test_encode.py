@@ -52,7 +52,7 @@ def test_shards_hold_the_codes_and_captions_of_the_pictures(pictures: Path, tmp_
     assert len(samples) == manifest.samples == 20
     assert len({s.key for s in samples}) == 20
     for sample in samples:
-        path = pictures / sample.facts["file"]
+        path = pictures / sample.metadata["file"]
         assert sample.caption == f"picture number {int(path.stem)}"
         assert sample.tokens.dtype == np.uint16
         assert sample.tokens.tolist() == codes_by_hand(path, tokenizer.codebook.numpy()).tolist()
@@ -198,7 +198,7 @@ def test_one_broken_picture_is_skipped_and_counted(pictures: Path, tmp_path: Pat
     (pictures / "007.png").write_text("not a picture")
     manifest = run(pictures, tmp_path / "out")
     assert (manifest.samples, manifest.skipped) == (19, 1)
-    assert "007.png" not in {s.facts["file"] for s in samples_of(tmp_path / "out")}
+    assert "007.png" not in {s.metadata["file"] for s in samples_of(tmp_path / "out")}
     assert read_manifest(tmp_path / "out").skipped == 1
     assert verify.verify(tmp_path / "out") == []
 
@@ -227,11 +227,11 @@ def test_after_pictures_changed_old_shards_are_not_taken_for_the_new_ones(pictur
     # A shard at the end, so that others are finished when the encode stops.
     last = samples_of(tmp_path / "uninterrupted")[-3:]
     for sample in last:
-        (pictures / sample.facts["file"]).write_text("not a picture")
+        (pictures / sample.metadata["file"]).write_text("not a picture")
     with pytest.raises(ValueError, match="3 of 20 pictures cannot be read"):
         run(pictures, tmp_path / "out")
     for sample in last:
-        (pictures / sample.facts["file"]).write_bytes(whole[sample.facts["file"]])
+        (pictures / sample.metadata["file"]).write_bytes(whole[sample.metadata["file"]])
     with pytest.raises(ValueError, match=r"holds another encode .*items.*overwrite=true"):
         run(pictures, tmp_path / "out")
     run(pictures, tmp_path / "out", overwrite=True)
@@ -654,7 +654,7 @@ def test_pictures_that_are_not_square_fill_a_grid_that_is_not(pictures: Path, tm
     assert read_manifest(out).grid == (2, 4)
     codebook = tiny_tokenizer().codebook.numpy()
     for sample in samples_of(out):
-        assert sample.tokens.tolist() == codes_by_hand(pictures / sample.facts["file"], codebook).tolist()
+        assert sample.tokens.tolist() == codes_by_hand(pictures / sample.metadata["file"], codebook).tolist()
     config = EncodeConfig(f"folder:{pictures}", str(out), "all", tokenizer=str(tmp_path / "tokenizer"))
     for size, said in (("8x", "use HEIGHTxWIDTH"), ("8x18", "multiples of 4 pixels"), ("0x8", "multiples of 4 pixels")):
         config.size = size
@@ -667,7 +667,7 @@ def test_process_0_waits_for_a_living_process_and_not_for_a_dead_one(
 ) -> None:
     monkeypatch.setattr(encode_module, "GIVE_UP", 1.0)
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match=r"shard-000001\.tar is not finished, and the process that encodes it .* 1 s"):
+    with pytest.raises(ValueError, match=r"shard-000001\.tar is not finished, and the process that makes it .* 1 s"):
         run(pictures, out, world=2)
     tokenizer = tiny_tokenizer()
     plain = tokenizer.encode

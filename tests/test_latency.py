@@ -113,7 +113,7 @@ def test_what_cannot_be_measured_is_said(keys: list[str], words: str, capsys: py
 
 
 def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency.transformers, "__version__", "5.17.0")
+    monkeypatch.setattr("transformers.__version__", "5.17.0")
     with pytest.raises(ValueError, match=r"transformers is 5\.17\.0; its layers take a cache of ours from 5\.24 on"):
         latency.run(LatencyConfig(smoke=True))
 

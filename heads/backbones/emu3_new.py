@@ -52,6 +52,7 @@ def new_emu3(
     size: Emu3Size | None = None,
     seed: int = 0,
     attention: str = "sdpa",
+    device: str = "cpu",
 ) -> Emu3Backbone:
     """An Emu3 with random weights (fp32, trainable), `codes` image codes, and the words of `captions`."""
     from transformers import (
@@ -88,7 +89,7 @@ def new_emu3(
     )
     config = Emu3Config(text_config=text, vq_config=pixels, vocabulary_map=vocabulary)
     config._attn_implementation = attention
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(seed)
         model = Emu3ForConditionalGeneration(config)
     model.model.vqmodel = torch.nn.Identity()

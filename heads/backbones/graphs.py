@@ -6,13 +6,15 @@ A graph is of one shape, so windows of a fixed size profit as AR does; a shape i
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from draftgrid.heads.backbones.cache import RaggedCache
+if TYPE_CHECKING:
+    from draftgrid.heads.backbones.cache import RaggedCache
 
-Step = Callable[[Tensor, Tensor, Tensor | None, RaggedCache], Tensor]
+Step = Callable[[Tensor, Tensor, Tensor | None, "RaggedCache"], Tensor]
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 """Of a call that always reads and writes the same tensors: (replays it, the tensor its result is in)."""
 LIMIT = 256
@@ -53,7 +55,7 @@ class Recorded:
         self.graphs: dict[tuple[object, ...], Graph] = {}
         self.met: set[tuple[object, ...]] = set()
 
-    def __call__(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: RaggedCache) -> Tensor:
+    def __call__(self, embeds: Tensor, positions: Tensor, mask: Tensor | None, cache: "RaggedCache") -> Tensor:
         assert cache.static and mask is not None
         if cache is not self.cache:  # a graph knows the addresses of one
             self.cache = cache
@@ -71,7 +73,7 @@ class Recorded:
         graph.replay()
         return graph.output.clone()  # the next replay writes there again
 
-    def _graph(self, embeds: Tensor, positions: Tensor, mask: Tensor, cache: RaggedCache) -> Graph:
+    def _graph(self, embeds: Tensor, positions: Tensor, mask: Tensor, cache: "RaggedCache") -> Graph:
         held = [x.clone() for x in (embeds, positions, mask)]
         cache.window.write = held[1]
         replay, output = self.record(lambda: self.step(held[0], held[1], held[2], cache))

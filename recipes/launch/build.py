@@ -11,11 +11,11 @@ import lightning as L
 import torch
 import yaml
 
-from draftgrid.data.encode import encode
+from draftgrid.data.encode import encode, processes, wait_until
 from draftgrid.data.module import TokenDataModule
 from draftgrid.data.places import is_url
 from draftgrid.data.shards import MANIFEST
-from draftgrid.data.sources import open_picture, open_source, pixels, read_prompts
+from draftgrid.data.sources import Source, open_picture, open_source, pixels, read_prompts
 from draftgrid.heads.backbones import Backbone, load_backbone
 from draftgrid.heads.distributions import count_table
 from draftgrid.heads.mtp import new_heads
@@ -113,24 +113,43 @@ def image_tokenizer(config: TrainConfig, folder: RunFolder) -> ImageTokenizer:
     return load_tokenizer(path)
 
 
-def prepare_data(config: TrainConfig, tokenizer: ImageTokenizer) -> None:
-    """Encode the shard sets the recipe names, if it says from what and they are not there yet (rank 0; others wait)."""
+def open_sources(config: TrainConfig) -> dict[str, Source]:
+    """{split: what it is encoded from}, or {} if shard sets are only read. Raises ValueError."""
     data = config.data
     if not data.source:
-        return
+        return {}
     if is_url(data.dir):
         raise ValueError(
             f"data.source is {data.source!r} and data.dir {data.dir!r}; encoding writes to a folder: encode there, "
             "copy it to the URL and leave data.source empty"
         )
-    for split, copies in (("train", data.copies), ("validation", 1)):
-        out = Path(data.dir) / split
-        if rank_zero():
-            limit = 64 if config.smoke else None
-            source = open_source(data.source, copies)
-            advice = f"set another data.dir, or delete {out}"
-            encode(source, tokenizer, out, split, shards=data.shards, limit=limit, advice=advice)
-        wait_for(out / MANIFEST)
+    sources = {"train": open_source(data.source, data.copies), "validation": open_source(data.source)}
+    for split, source in sources.items():
+        source.count(split, 1)  # a wrong one is told now, not after weights are read
+    return sources
+
+
+def prepare_data(
+    config: TrainConfig, sources: dict[str, Source], tokenizer: ImageTokenizer, grid: tuple[int, int], accelerator: str
+) -> None:
+    """Encode the shard sets that are not there yet: every rank its share, on its own device."""
+    rank, world, local = processes()
+    for split, source in sources.items():
+        out = Path(config.data.dir) / split
+        encode(
+            source,
+            tokenizer.to(f"cuda:{local}" if accelerator == "gpu" else "cpu"),
+            out,
+            split,
+            shards=config.data.shards,
+            size=(grid[0] * tokenizer.patch, grid[1] * tokenizer.patch),
+            limit=64 if config.smoke else None,
+            advice=f"set another data.dir, or delete {out}",
+            rank=rank,
+            world=world,
+        )
+        wait_until(out, (out / MANIFEST).is_file, MANIFEST)
+    tokenizer.to("cpu")
 
 
 def build(config: TrainConfig, folder: RunFolder) -> Job:
@@ -143,17 +162,18 @@ def build(config: TrainConfig, folder: RunFolder) -> Job:
         torch.set_num_threads(config.trainer.threads)
     L.seed_everything(config.seed, verbose=False)
     devices = choose_devices(config.trainer.accelerator, config.trainer.devices)
+    sources = open_sources(config)
     tokenizer = image_tokenizer(config, folder)
     if not tokenizer.decodes and (config.sheet.images or config.evaluate.eval_every):
         raise ValueError(
             f"sheet.images is {config.sheet.images} and evaluate.eval_every {config.evaluate.eval_every}, but the "
             "image tokenizer has no pixel decoder: set both to 0, or backbone.tokenizer to one that has"
         )
-    prepare_data(config, tokenizer)
     make = build_heads if config.task == "heads" else build_backbone
     backbone = make_backbone(config, tokenizer, devices[0])
     grid = (backbone.grid.height, backbone.grid.width)
     backbone.check_codes(tokenizer.codebook_size)
+    prepare_data(config, sources, tokenizer, grid, devices[0])
     data = TokenDataModule(config.data, tokenizer.fingerprint, grid, config.seed)
     module, finish = make(config, folder, backbone, tokenizer, data)
     timer = StepTimer(begun)

@@ -1,13 +1,21 @@
-"""What a run needs of this machine, asked before anything is loaded: GPUs, shards, a checkpoint."""
+"""What a run needs of this machine, asked before anything is loaded: packages, GPUs, shards, a checkpoint, memory."""
 
+import os
 from pathlib import Path
 
+import torch
+
+from draftgrid.common.packages import need
 from draftgrid.data.places import is_url
 from draftgrid.data.shards import MANIFEST
 from draftgrid.heads.backbones.loading import find_checkpoint
+from draftgrid.heads.backbones.registry import ADAPTERS
 from draftgrid.heads.weights import HUB_ID
 from draftgrid.recipes.launch.schema import TrainConfig
-from draftgrid.training.strategy import choose_devices
+from draftgrid.recipes.plan.memory import held, layout
+from draftgrid.recipes.plan.subject import load_subject, shapes
+from draftgrid.training import ranks
+from draftgrid.training.strategy import choose_devices, choose_precision
 
 
 def check_machine(config: TrainConfig) -> None:
@@ -15,9 +23,14 @@ def check_machine(config: TrainConfig) -> None:
 
     A hub id that is not in the cache is no fault while the hub may be asked, but is told beside one.
     """
-    missing, b = [], config.backbone
+    missing, b, t = [], config.backbone, config.trainer
+    need("tensorboard", use="a training's log")
+    if config.task == "heads" and config.sheet.images:
+        need("matplotlib", use="sheet.images")
+    if t.strategy.startswith("deepspeed"):
+        need("deepspeed", use=f"trainer.strategy={t.strategy}")
     try:
-        choose_devices(config.trainer.accelerator, config.trainer.devices)
+        choose_devices(t.accelerator, t.devices)
     except ValueError as error:
         missing.append(str(error).replace("; set", ", set"))
     if config.task == "heads" and not config.data.source and not is_url(config.data.dir):
@@ -40,3 +53,29 @@ def check_machine(config: TrainConfig) -> None:
                 )
     if missing:
         raise ValueError(f"recipe {config.recipe} cannot run here: {'; '.join(missing)}")
+    if not b.adapter or b.adapter in ADAPTERS:
+        check_memory(config)
+
+
+def check_memory(config: TrainConfig) -> None:
+    """Raises ValueError if weights, gradients, AdamW's moments and a batch's states alone are more than memory holds.
+
+    A lower bound, so what passes may still be too much.
+    """
+    t, subject = config.trainer, load_subject(config)
+    accelerator, devices = choose_devices(t.accelerator, t.devices)
+    strategy, precision = "ddp" if t.strategy == "auto" else t.strategy, choose_precision(t.precision, accelerator)
+    kept = held(shapes(subject), strategy, precision, max(ranks.world(), devices * t.num_nodes))
+    grid = subject.backbone.grid
+    states = 2 * config.data.batch_size * grid.positions * subject.backbone.hidden_size
+    least = kept.total - kept.buffers - kept.gathered + states * layout(strategy, precision).backbone
+    if accelerator == "gpu":
+        room = torch.cuda.get_device_properties(0).total_memory
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
+    if least > room:
+        raise ValueError(
+            f"{sum(p.numel() for p in subject.trained.parameters()):,} trained weights and data.batch_size="
+            f"{config.data.batch_size} take at least {least / 1e9:,.1f} GB of each process, which has "
+            f"{room / 1e9:,.1f}; use a smaller batch or fewer weights (heads.width, rank, cell; backbone.size)"
+        )

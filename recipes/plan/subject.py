@@ -77,14 +77,14 @@ def _backbone(b: BackboneConfig) -> tuple[Backbone, int]:
 
 
 def _new_backbone(config: TrainConfig) -> Subject:
-    """task=backbone: megabytes, so it is simply made; its vocabulary is the words of the captions."""
+    """task=backbone: its vocabulary is the words of the captions."""
     from draftgrid.data.sources import open_source
     from draftgrid.heads.backbones.emu3_new import new_emu3
 
     source = open_source(config.data.source)
     captions = [i.caption for i in source.take("train", range(source.count("train")))]
     b = config.backbone
-    backbone = new_emu3(captions, b.codes, tuple(b.grid), b.size, config.seed)  # type: ignore[arg-type]
+    backbone = new_emu3(captions, b.codes, tuple(b.grid), b.size, device="meta")  # type: ignore[arg-type]
     return Subject(backbone, None, BackboneModule(backbone, config.optim), 0)
 
 
