@@ -9,7 +9,7 @@ from draftgrid.common.packages import need
 from draftgrid.data.places import is_url
 from draftgrid.data.shards import MANIFEST
 from draftgrid.heads.backbones.loading import find_checkpoint
-from draftgrid.heads.backbones.registry import ADAPTERS
+from draftgrid.heads.backbones.registry import families
 from draftgrid.heads.weights import HUB_ID
 from draftgrid.recipes.launch.schema import TrainConfig
 from draftgrid.recipes.plan.memory import held, layout
@@ -53,7 +53,7 @@ def check_machine(config: TrainConfig) -> None:
                 )
     if missing:
         raise ValueError(f"recipe {config.recipe} cannot run here: {'; '.join(missing)}")
-    if not b.adapter or b.adapter in ADAPTERS:
+    if not b.adapter or b.adapter in families():
         check_memory(config)
 
 
