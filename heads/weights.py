@@ -213,7 +213,7 @@ def load_model(model_class: Any, folder: Path, like: str, dtype: Any = None, dev
     model = new_model(model_class, config, folder / "config.json")
     count = sum(p.numel() for name, p in model.named_parameters() if "vqmodel." not in name)
     size = sum(file.stat().st_size for file in weight_files(folder))
-    if count > 8 * size > 0:  # or it would make them all before it misses them
+    if size and count > max(8 * size, 10**8):  # or it would make them all before it misses them
         raise ValueError(f"{folder}/config.json describes {count:,} weights, but its files have {size:,} bytes")
     verbosity, bars = logging.get_verbosity(), logging._tqdm_active
     logging.set_verbosity_error()  # what it would warn of is in what is returned
