@@ -270,7 +270,8 @@ class Path:
         self.open: list[list[int]] = []
 
     def choose(self, options: list[tuple[int, float]]) -> int:
-        options = [(v, w) for v, w in options if w > 0]
+        # A chance of rounding's size is there in one batch and gone in another, and would shift the choices after it.
+        options = [(v, w) for v, w in options if w > 1e-13]
         if len(options) == 1:
             return options[0][0]
         at = len(self.taken)
