@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from draftgrid.common.cli import key, main
+from draftgrid.common.cli import check_ranges, key, main
 from draftgrid.common.files import write_json
 from draftgrid.common.timing import timed
 from draftgrid.data.shards import MANIFEST, Manifest, Sample, read_manifest, shard_name, write_shard
@@ -41,13 +41,13 @@ PICTURES = 430
 @dataclass
 class BenchConfig:
     dir: str = key("runs/bench_data", "folder of the shards, made if it holds none")
-    samples: int = key(60000, "samples when making them")
-    shards: int = key(64, "shard files when making them")
-    grid: int = key(90, "rows and columns of codes")
-    ranks: int = key(2, "processes of the epoch that is streamed and counted")
-    workers: int = key(2, "loader workers of each")
-    batch_size: int = key(8, "samples a batch")
-    repeats: int = key(3, "passes for the rates; medians are reported")
+    samples: int = key(60000, "samples when making them", least=1)
+    shards: int = key(64, "shard files when making them", least=1)
+    grid: int = key(90, "rows and columns of codes", least=1)
+    ranks: int = key(2, "processes of the epoch that is streamed and counted", least=1)
+    workers: int = key(2, "loader workers of each", least=1)
+    batch_size: int = key(8, "samples a batch", least=1)
+    repeats: int = key(3, "passes for the rates; medians are reported", least=1)
     out: str = key("runs/bench_data.json", "where the figures go")
     smoke: bool = key(False, "64 samples of 9x9 codes in 8 shards, in another folder")
 
@@ -139,12 +139,9 @@ def consumed_by_emu3() -> float:
 
 
 def run(config: BenchConfig) -> None:
+    check_ranges(config)
     if config.smoke:
-        config.samples, config.shards, config.grid, config.repeats = 64, 8, 9, 1
-        config.dir += "_smoke"
-    for name in ("samples", "shards", "grid", "ranks", "workers", "batch_size", "repeats"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; at least 1 is needed")
+        config = replace(config, dir=f"{config.dir}_smoke", samples=64, shards=8, grid=9, repeats=1)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*Our suggested max number of worker.*")
     folder = Path(config.dir)

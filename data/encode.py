@@ -3,7 +3,7 @@
     draftgrid encode source=emoji out=runs/data/emoji/train split=train shards=16
     torchrun --nproc_per_node=8 -m draftgrid.data.encode source=hf:NAME@train tokenizer=DIR out=DIR shards=64
 
-Safe to stop at any moment: finished shards are kept, and the same command goes on to the same bytes, whatever the
+Safe to stop at any moment: finished shards are kept, and the same command resumes to the same bytes, whatever the
 number of processes. They share the folder and nothing else: process r of n encodes shards r, r + n, ...
 """
 
@@ -61,7 +61,7 @@ class EncodeConfig:
     )
     batch_size: int = key(64, "pictures encoded at once", least=1)
     device: str = key("auto", "of the tokenizer: auto (each process its own GPU, if there is one), cpu, cuda:1, ...")
-    seed: int = key(0, "order of the samples over the shards")
+    seed: int = key(0, "order of the samples over the shards", least=0)
     overwrite: bool = key(False, "replace what another encode left in out, which is kept until the new one is finished")
     smoke: bool = key(False, "16 pictures only")
 
@@ -184,7 +184,7 @@ def _encode_share(
                     done += len(batch)
                 begun = begun or time.perf_counter()
             skipped += mine
-            # Before the shard is written: with the pictures repaired, the same command goes on.
+            # Before the shard is written: with the pictures repaired, the same command resumes.
             check_skipped(skipped, seen, count)
             shard = write_shard(out / shard_name(index), samples, tokenizer.codebook_size)
             entries = [[s.key, s.reason] for s in mine]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from draftgrid.common.cli import key, main
+from draftgrid.common.cli import check_ranges, key, main
 from draftgrid.common.files import atomic
 from draftgrid.common.sheet import contact_sheet
 from draftgrid.data.shards import Broken, check_manifest, read_manifest, read_shard
@@ -25,26 +25,24 @@ class ShowConfig:
     dir: str = key("runs/data/emoji/train", "folder of a shard set")
     tokenizer: str = key("emoji", "folder of the image tokenizer that made it")
     out: str = key("runs/show", "folder for sheet.png")
-    images: int = key(48, "pictures on the sheet")
+    images: int = key(48, "pictures on the sheet", least=1)
     smoke: bool = key(False, "8 pictures only")
 
 
 def run(config: ShowConfig) -> None:
-    if config.smoke:
-        config.images = min(config.images, 8)
+    check_ranges(config)
+    images = min(config.images, 8) if config.smoke else config.images
     folder, tokenizer = Path(config.dir), load_tokenizer(config.tokenizer)
-    if config.images < 1:
-        raise ValueError(f"images is {config.images}; at least 1 is needed")
     manifest = check_manifest(folder, tokenizer.fingerprint, read_manifest(folder).grid)
     codes = np.zeros(manifest.codes, np.int64)
     words: list[int] = []
     shown: list[np.ndarray] = []
-    every = max(1, manifest.samples // config.images)
+    every = max(1, manifest.samples // images)
     for shard in tqdm(manifest.shards, desc="read", unit="shard"):
         for sample in read_shard(folder / shard.file):
             if isinstance(sample, Broken):
                 continue
-            if len(words) % every == 0 and len(shown) < config.images:
+            if len(words) % every == 0 and len(shown) < images:
                 shown.append(sample.tokens)
             codes += np.bincount(sample.tokens.reshape(-1), minlength=manifest.codes)
             words.append(len(sample.caption.split()))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from draftgrid.common.cli import key, main
+from draftgrid.common.cli import check_ranges, key, main
 from draftgrid.common.environment import machine
 from draftgrid.common.files import atomic, write_json
 from draftgrid.common.packages import need
@@ -40,16 +40,16 @@ from draftgrid.eval.suites import CALIBRATED, SHORT, SMOKE, every
 class BenchConfig(EvalConfig):
     suite: str = key("", "all = every decoder, 200 pictures of which 8 are timed, guidance 1 and 3; '' = a short list")
     decoders: str = key("", "comma-separated, in place of the suite's; AR is always measured, first")
-    images: int = key(0, "pictures: the first N of the prompts, spread evenly; 0 = 8, or what the suite says")
-    timed: int = key(0, "pictures that are timed, spread evenly; 0 = all of them, or what the suite says")
-    repeats: int = key(3, "timed passes over the pictures; medians are reported")
-    batch_size: int = key(1, "pictures drawn together while timing")
-    quality_batch: int = key(8, "pictures drawn together where nothing is timed")
+    images: int = key(0, "pictures: the first N of the prompts, spread evenly; 0 = 8, or what the suite says", least=0)
+    timed: int = key(0, "pictures that are timed, spread evenly; 0 = all of them, or what the suite says", least=0)
+    repeats: int = key(3, "timed passes over the pictures; medians are reported", least=1)
+    batch_size: int = key(1, "pictures drawn together while timing", least=1)
+    quality_batch: int = key(8, "pictures drawn together where nothing is timed", least=1)
     guidances: list[float] = key(list, "several guidance scales, each in OUT/guidanceN; empty = `guidance`, or suite's")
     calibrate: bool = key(False, "only print what each window costs, for the decoders that have one")
-    layers: int = key(0, "of backbone=random:FAMILY, the first N transformer layers; 0 = all")
+    layers: int = key(0, "of backbone=random:FAMILY, the first N transformer layers; 0 = all", least=0)
     smoke: bool = key(False, "2 pictures, once, one guidance; of suite=all each decoder once with each kind of heads")
-    columns: int = key(8, "pictures a row on the sheet")
+    columns: int = key(8, "pictures a row on the sheet", least=1)
     out: str = key("runs/bench", "folder for bench.json, sheet.png and speed.png (or calibrate.json, latency.json)")
 
 
@@ -86,13 +86,9 @@ def resolve(config: BenchConfig) -> tuple[list[DecoderSpec], list[Sampling], Pla
         suite = Suite(CALIBRATED, CALIBRATED, timed=2)
     if config.guidances and config.guidance != 1:
         raise ValueError(f"guidance is {config.guidance:g} and guidances is {config.guidances}; give one of them")
-    for name in ("repeats", "columns", "batch_size", "quality_batch"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 1")
+    check_ranges(config)
     config.images = config.images or suite.images
     config.timed = config.timed or suite.timed
-    if config.timed < 0:
-        raise ValueError(f"timed is {config.timed}; use 0 for all pictures, or how many")
     decoders = parse_decoders(config.decoders or (suite.smoke if config.smoke else suite.decoders))
     if config.calibrate:
         decoders = windowed(decoders)

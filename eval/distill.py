@@ -40,8 +40,6 @@ def distill(
     Raises ValueError if the decoder is lossy or `out` holds something else.
     """
     check_exact(decoder)
-    if shards < 1:
-        raise ValueError(f"shards is {shards}; at least 1 is needed")
     rank, world, _ = processes()
     prompts, sampling = loaded.prompts, loaded.sampling
     settings = {

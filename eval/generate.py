@@ -25,12 +25,12 @@ from draftgrid.eval.setup import EvalConfig, load, parse_decoders
 
 @dataclass
 class GenerateConfig(EvalConfig):
-    images: int = key(0, "pictures; 0 = one of `prompt`, or 8 of `prompts`, or with save=shards one of each")
+    images: int = key(0, "pictures; 0 = one of `prompt`, or 8 of `prompts`, or with save=shards one of each", least=0)
     prompt: str = key("", "one prompt; '' = draw the prompts of `prompts`")
     decoder: str = key("", "as ar or ssd:rounds=2:rows=2; '' = ssd_coupled with heads, scd with heads=''")
-    scale: int = key(4, "pixels are enlarged so many times")
+    scale: int = key(4, "pixels are enlarged so many times", least=1)
     save: str = key("pictures", "pictures, or shards: token shards to train on, resumable, also under torchrun")
-    shards: int = key(16, "save=shards: number of shard files")
+    shards: int = key(16, "save=shards: number of shard files", least=1)
     overwrite: bool = key(False, "save=shards: replace what else lies in out, once the new set is finished")
     out: str = key("runs/pictures", "folder for the PNGs, sheet.png and pictures.json, or for the shards")
 
@@ -41,8 +41,6 @@ def run(config: GenerateConfig) -> None:
     if len(chosen) != 1:
         raise ValueError(f"decoder is {config.decoder!r}; name one (eval.bench compares several)")
     (decoder,) = chosen
-    if config.scale < 1:
-        raise ValueError(f"scale is {config.scale}; it enlarges, so at least 1")
     if config.save not in ("pictures", "shards"):
         raise ValueError(f"save is {config.save!r}; use pictures or shards")
     if config.save == "shards":

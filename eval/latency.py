@@ -11,7 +11,7 @@ draftgrid latency backbones=emu3 layers=2 grid=[4,90]   as a check, on a CPU
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from draftgrid.common.cli import key, main
+from draftgrid.common.cli import check_ranges, key, main
 from draftgrid.common.device import pick_device
 from draftgrid.common.environment import machine
 from draftgrid.common.files import write_json
@@ -49,10 +49,10 @@ CAPTION = ["random"]
 @dataclass
 class LatencyConfig:
     backbones: str = key(",".join(families()), "families, comma-separated")
-    layers: int = key(0, "transformer layers, the first N; 0 = all of them")
-    grid: list[int] = key(list, "[rows, columns] of one family; empty = its own")
+    layers: int = key(0, "transformer layers, the first N; 0 = all of them", least=0)
+    grid: list[int] = key(list, "[rows, columns] of one family; empty = its own", least=1)
     decoders: str = key("ssd,ssd:rows_in_flight=2", "comma-separated; of kinds whose steps do not depend on weights")
-    repeats: int = key(3, "pictures per decoder; medians are reported")
+    repeats: int = key(3, "pictures per decoder; medians are reported", least=1)
     compile: bool = key(True, "measure compiled as well")
     device: str = key("auto", "auto, cpu, cuda, cuda:1, ...")
     out: str = key("runs/latency", "folder for latency.json")
@@ -61,6 +61,7 @@ class LatencyConfig:
 
 def check(config: LatencyConfig) -> tuple[list[str], list[DecoderSpec]]:
     """(families, decoders). Raises ValueError before anything is made."""
+    check_ranges(config)
     transformers = need("transformers", use="latency")
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
         raise ValueError(f"transformers is {transformers.__version__}; its layers take a cache of ours from 5.24 on")
@@ -69,8 +70,6 @@ def check(config: LatencyConfig) -> tuple[list[str], list[DecoderSpec]]:
         find_family(name)
     if config.grid and (len(config.grid) != 2 or len(names) > 1):
         raise ValueError(f"grid is {config.grid}; use [rows, columns], and with one family in backbones")
-    if config.repeats < 1:
-        raise ValueError(f"repeats is {config.repeats}; it must be at least 1")
     decoders = parse_decoders(config.decoders)
     for d in decoders:
         if d.name != "ssd":
@@ -81,7 +80,7 @@ def check(config: LatencyConfig) -> tuple[list[str], list[DecoderSpec]]:
 def run(config: LatencyConfig) -> None:
     names, decoders = check(config)
     if config.smoke:
-        config.layers, config.grid, config.repeats, config.compile = 2, [4, 8], 1, False
+        config = replace(config, layers=2, grid=[4, 8], repeats=1, compile=False)
     device = pick_device(config.device)
     if device == "cpu" and not config.layers:
         raise ValueError("layers is 0, all of them, which takes hours on a CPU; set layers=2 and a grid of a few rows")

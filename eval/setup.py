@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from draftgrid.common.cli import key
+from draftgrid.common.cli import check_ranges, key
 from draftgrid.common.device import pick_device
 from draftgrid.common.files import read_json
 from draftgrid.eval.decoders import DECODERS, DecodeResult, Policy, Sampling, make_policy
@@ -29,16 +29,16 @@ class EvalConfig:
     backbone: str = key("emoji", "folder or hub id (org/name@revision) of the backbone; emoji is the demo's own")
     local_files_only: bool = key(False, "ask the hub's cache on this machine alone, never the hub")
     adapter: str = key("", "the backbone's adapter, or your own package.module:Class; '' = what the checkpoint says")
-    grid: list[int] = key(list, "[rows, columns]; empty = what the checkpoint says")
+    grid: list[int] = key(list, "[rows, columns]; empty = what the checkpoint says", least=1)
     tokenizer: str = key("", "folder of the image tokenizer; '' = the backbone's own")
     prompts: str = key("emoji:test", "text file of prompts (one a line), or emoji:train|validation|test")
-    images: int = key(8, "pictures: the first N of the prompts, spread evenly")
-    batch_size: int = key(1, "pictures drawn together")
+    images: int = key(8, "pictures: the first N of the prompts, spread evenly", least=1)
+    batch_size: int = key(1, "pictures drawn together", least=1)
     guidance: float = key(1.0, "guidance scale; 1 = off")
-    temperature: float = key(1.0, "0 = greedy")
-    top_k: int = key(0, "keep the k most likely tokens; 0 = all")
-    top_p: float = key(1.0, "keep the most likely tokens that hold this probability")
-    seed: int = key(0, "same seed, same pictures")
+    temperature: float = key(1.0, "0 = greedy", least=0)
+    top_k: int = key(0, "keep the k most likely tokens; 0 = all", least=0)
+    top_p: float = key(1.0, "keep the most likely tokens that hold this probability", above=0, most=1)
+    seed: int = key(0, "same seed, same pictures", least=0)
     device: str = key("auto", "auto, cpu, cuda, cuda:1, ...")
     compile: bool = key(False, "compile the backbone's decoding forward with torch.compile")
     smoke: bool = key(False, "2 pictures, once")
@@ -116,10 +116,9 @@ def load(config: EvalConfig, decoders: Sequence[DecoderSpec]) -> Loaded:
         read_prompts,  # reads pictures too, with a library that latency alone need not have
     )
 
+    check_ranges(config)
     sampling = Sampling(config.guidance, config.temperature, config.top_k, config.top_p)
     config = replace(config, images=min(config.images, 2) if config.smoke else config.images)
-    if config.images < 1 or config.batch_size < 1:
-        raise ValueError(f"images is {config.images} and batch_size is {config.batch_size}; both need at least 1")
     prompts = choose(read_prompts(config.prompts), config.images)
     device = pick_device(config.device)
     if config.grid and len(config.grid) != 2:

@@ -277,7 +277,7 @@ def test_wrong_input_is_told_and_nothing_is_written(
         ({"guidance": 2.0, "guidances": [1.0]}, "guidance is 2 and guidances is"),
         ({"guidances": [1.0, 1.0]}, "each once is enough"),
         ({"guidances": [1.0, 3.0], "temperature": -1.0}, "temperature is -1"),
-        ({"repeats": 0}, "repeats is 0; it must be at least 1"),
+        ({"repeats": 0}, "repeats is 0; use a finite number of at least 1"),
         ({"quality_batch": 0}, "quality_batch is 0"),
         ({"timed": -1}, "timed is -1"),
         ({"images": -1}, "images is -1"),

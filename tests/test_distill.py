@@ -402,7 +402,7 @@ def test_every_exact_decoder_may_draw(text: str) -> None:
 
 
 def test_bad_settings_are_refused_by_their_value(keys: dict[str, object], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="shards is 0; at least 1"):
+    with pytest.raises(ValueError, match="shards is 0; use a finite number of at least 1"):
         draw(keys, tmp_path / "out", shards=0)
     with pytest.raises(ValueError, match="save is 'tars'; use pictures or shards"):
         draw(keys, tmp_path / "out", save="tars")

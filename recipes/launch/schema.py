@@ -23,7 +23,7 @@ class BackboneConfig:
     adapter: str = key("", "emu3, janus_pro, lumina_mgpt or your package.module:Class; '' = what the checkpoint says")
     grid: list[int] = key(list, "[rows, columns] of image tokens; empty = what the checkpoint says", least=1)
     tokenizer: str = key("", "folder of the image tokenizer; '' = the checkpoint's own")
-    codes: int = key(512, "task=backbone: size of the codebook to fit")
+    codes: int = key(512, "task=backbone: size of the codebook to fit", least=1)
     size: Emu3Size = field(default_factory=Emu3Size)
 
     @property

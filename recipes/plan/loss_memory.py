@@ -25,10 +25,10 @@ from draftgrid.heads.offsets import OffsetHeads
 
 @dataclass
 class MemoryConfig:
-    chunk: int = key(1024, "positions whose logits are held at once; 0 = all")
-    codes: int = key(32768, "image vocabulary")
-    side: int = key(24, "rows and columns of the one picture")
-    hidden: int = key(64, "hidden size")
+    chunk: int = key(1024, "positions whose logits are held at once; 0 = all", least=0)
+    codes: int = key(32768, "image vocabulary", least=1)
+    side: int = key(24, "rows and columns of the one picture", least=2)
+    hidden: int = key(64, "hidden size", least=1)
     device: str = key("cpu", "cpu or cuda")
 
 
