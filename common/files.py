@@ -42,12 +42,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         for file in temporary.rglob("*"):
             if file.is_file():
                 _flush(file)
-        if path.exists():
-            old = path.with_name(f".{path.name}.{os.getpid()}.old")
-            os.replace(path, old)
-            os.replace(temporary, path)
-            shutil.rmtree(old)
-        else:
+        with set_aside(path):
             os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

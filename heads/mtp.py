@@ -9,15 +9,17 @@ import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
+from draftgrid.common.files import read_fields, read_json
+from draftgrid.common.settings import whole
 from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.config import KINDS, TARGETS, HeadsConfig
 from draftgrid.heads.grid import TokenGrid
-from draftgrid.heads.pretrained import find_folder, read_description, read_texts, read_weights, write_folder
+from draftgrid.heads.pretrained import CONFIG, find_folder, read_texts, read_weights, write_folder
 
 FORMAT = 1
 
@@ -37,6 +39,10 @@ class TrainedOn:
     def of(cls, backbone: Backbone) -> "TrainedOn":
         grid = (backbone.grid.height, backbone.grid.width)
         return cls(backbone.name, backbone.fingerprint, backbone.hidden_size, grid, backbone.revision)
+
+
+OWNER = get_type_hints(TrainedOn) | {"grid": [int, 2], "revision": (str, None)}
+"""What read_fields holds a saved one to."""
 
 
 class MTPHeads(nn.Module, ABC):
@@ -110,20 +116,29 @@ class MTPHeads(nn.Module, ABC):
         }
 
     @staticmethod
-    def from_description(config: dict[str, Any], where: str) -> "MTPHeads":
+    def from_description(config: Any, where: str) -> "MTPHeads":
         """Untrained heads as `describe` told; `where` is named in errors. Raises ValueError for what is not known."""
+        read_fields(
+            config, where, {"format": int, "kind": str, "target": str, "offsets": [str, None], "backbone": dict}
+        )
         for field, known in (("format", (FORMAT,)), ("kind", tuple(KINDS)), ("target", TARGETS)):
-            if config.get(field) not in known:
-                raise ValueError(f"{where}: {field} is {config.get(field)!r}; this version reads {known}")
+            if config[field] not in known:
+                raise ValueError(f"{where}: {field} is {config[field]!r}; this version reads {known}")
         kind = kind_of(config["kind"])
+        hints = get_type_hints(HeadsConfig)
+        names = [*kind.fields, *(o for o in kind.options if o in config)]
+        fields = read_fields(config, where, {name: hints[name] for name in names})
+        owner = read_fields(config["backbone"], f"{where}: backbone", OWNER)
+        for size in (owner["hidden_size"], *owner["grid"]):
+            whole(f"{where}: a size of the backbone", size, 1)
+        settings = HeadsConfig(kind=config["kind"], target=config["target"], **fields)
         try:
-            fields = {k: config[k] for k in [*kind.fields, *(o for o in kind.options if o in config)]}
-            owner = TrainedOn(**{**config["backbone"], "grid": tuple(config["backbone"]["grid"])})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{where} lacks or misnames a field: {error}") from None
-        heads = kind(HeadsConfig(kind=config["kind"], target=config["target"], **fields), owner)  # type: ignore[call-arg]
-        if config.get("offsets") != heads.names:
-            raise ValueError(f"{where}: offsets {config.get('offsets')} do not agree with {fields}")
+            settings.check()
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        heads = kind(settings, TrainedOn(**{**owner, "grid": tuple(owner["grid"])}))  # type: ignore[call-arg]
+        if config["offsets"] != heads.names:
+            raise ValueError(f"{where}: offsets {config['offsets']} do not agree with {fields}")
         return heads
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -151,7 +166,7 @@ class MTPHeads(nn.Module, ABC):
         missing folder, an unknown format, weights cut short or with a missing, unknown or misshapen tensor.
         """
         folder = find_folder(folder_or_id, revision, local_files_only)
-        heads = cls.from_description(read_description(folder), f"{folder}/config.json")
+        heads = cls.from_description(read_json(folder / CONFIG), f"{folder / CONFIG}")
         if backbone is not None:
             heads.check(backbone)
         heads.load_state_dict(read_weights(folder, heads.state_dict()), assign=True)

@@ -8,8 +8,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from draftgrid.common.files import atomic_folder, read_json, write_json, write_text
-from draftgrid.heads.weights import HUB_ID, fetch
+from draftgrid.common.files import atomic_folder, write_json, write_text
+from draftgrid.heads.weights import HUB_ID, check_tensors, fetch
 
 CONFIG, WEIGHTS, CARD, RECIPE = "config.json", "model.safetensors", "README.md", "recipe.yaml"
 EXPORTED = {CONFIG, WEIGHTS, CARD, RECIPE}
@@ -49,26 +49,13 @@ def write_folder(
             write_text(temporary / RECIPE, recipe)
 
 
-def read_description(folder: Path) -> dict[str, Any]:
-    """What config.json says. Raises ValueError if it is missing, cut short, or no object."""
-    found = read_json(folder / CONFIG)
-    if not isinstance(found, dict):
-        raise ValueError(f"{folder / CONFIG} holds a {type(found).__name__}, not an object of fields")
-    return found
-
-
 def read_weights(folder: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, of the names and shapes of `wanted`. Raises ValueError naming those that do not fit."""
     try:
         tensors = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{folder / WEIGHTS} cannot be read ({error}); it may be cut short") from None
-    expected = {k: tuple(v.shape) for k, v in wanted.items()}
-    found = {k: tuple(v.shape) for k, v in tensors.items()}
-    if expected != found:
-        missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-        shapes = sorted(k for k in expected.keys() & found.keys() if expected[k] != found[k])
-        raise ValueError(f"{folder / WEIGHTS}: missing {missing}, unknown {extra}, misshapen {shapes}")
+    check_tensors(folder / WEIGHTS, tensors, {name: tensor.shape for name, tensor in wanted.items()})
     return tensors
 
 

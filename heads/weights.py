@@ -18,27 +18,12 @@ from draftgrid.common.settings import whole
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors")
 """One of several files of weights."""
-SIZES = [
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "image_size",
-    "patch_size",
-    "codebook_size",
-    "num_embeddings",
-    "embed_dim",
-    "base_channels",
-    "latent_channels",
-    "in_channels",
-    "out_channels",
-    "temporal_downsample_factor",
-    "projection_dim",
-    "image_token_embed_dim",
-]
+SIZES = re.findall(
+    r"\w+",
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "image_size patch_size codebook_size num_embeddings embed_dim base_channels latent_channels in_channels "
+    "out_channels temporal_downsample_factor projection_dim image_token_embed_dim",
+)
 """Fields of config.json and of its parts that a model's shapes follow from: whole numbers from 1 on."""
 ROPE = {"rope_theta": (float, None), "rope_type": (str, None), "factor": (float, None)}
 HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
@@ -170,6 +155,19 @@ def read_tensors(folder: Path, keep: Callable[[str], bool]) -> dict[str, Tensor]
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{folder} holds damaged weights: {error}") from None
     return found
+
+
+def check_tensors(where: str | Path, found: Mapping[str, Any], wanted: Mapping[str, Sequence[int]]) -> None:
+    """Raises ValueError naming what of `found` is not a tensor of the names and shapes `wanted`."""
+    shapes = {name: tuple(v.shape) if isinstance(v, Tensor) else v for name, v in found.items()}
+    missing, unknown = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys(), key=str)
+    wrong = [
+        f"{name} is {str(shapes[name])[:60]}, not {tuple(shape)}"
+        for name, shape in wanted.items()
+        if name in shapes and shapes[name] != tuple(shape)
+    ]
+    if missing or unknown or wrong:
+        raise ValueError(f"{where}: missing {missing[:3]}, unknown {unknown[:3]}, misshapen {wrong[:3]}")
 
 
 def stored_names(folder: Path) -> dict[str, str]:

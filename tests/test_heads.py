@@ -228,7 +228,11 @@ class TestExport:
             ({"target": "h_mid"}, "target is 'h_mid'"),
             ({"offsets": ["right1"]}, r"offsets \['right1'\] do not agree"),
             ({"kind": "trees"}, "kind is 'trees'"),
-            ({"backbone": {"name": "x"}}, "lacks or misnames a field"),
+            ({"backbone": {"name": "x"}}, r"config\.json: backbone: fingerprint is missing; it must be text"),
+            ({"backbone": []}, r"config\.json: backbone is \[\]; it must be a group of keys"),
+            ({"right": "3"}, r'config\.json: right is "3"; it must be a whole number'),
+            ({"width": -1}, r"config\.json: heads\.width is -1; use a finite number of at least 0"),
+            ({"offsets": "right1"}, r'config\.json: offsets is "right1"; it must be a list of text'),
         ],
     )
     def test_heads_of_another_kind_of_state_or_shape_are_refused(self, exported, change: dict, message: str) -> None:

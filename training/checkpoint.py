@@ -5,16 +5,28 @@ and what an export needs: the heads' config, the backbone they belong to, the re
 backbone. Written whole or not at all.
 """
 
+import math
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftgrid.common.files import atomic
+from draftgrid.common.files import atomic, read_fields
+from draftgrid.common.settings import number, whole
+from draftgrid.heads.weights import check_tensors
 
 FORMAT = 1
 BEST = "best.ckpt"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+HELD = {"state_dict": dict, "global_step": int, "figures": dict, "origin": dict, "heads": (dict, None)}
+RESUMED = {
+    **{"optimizer_states": [dict, 1], "lr_schedulers": [dict, 1], "rng": [list, None], "world": int},
+    **dict.fromkeys(("loops", "callbacks", "TokenDataModule"), dict),
+}
+COUNTS = {"broken": int, "skipped": int, "samples": dict}
+"""What read_fields holds a checkpoint to: all of them, those that a run is taken up from, and their counts."""
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -41,6 +53,25 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ) from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is no checkpoint of this version (format {FORMAT})")
+    read_fields(found, path, HELD)
+    whole(f"{path}: global_step", found["global_step"], 0)
+    for name, value in found["figures"].items():
+        number(f"{path}: figures: {name}", value, -math.inf)
+    return found
+
+
+def read_resumable(path: str | Path, trained: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """A checkpoint that a run with weights of these names and shapes can be taken up from. Raises ValueError."""
+    found = read_checkpoint(path)
+    read_fields(found, path, RESUMED | {"rng": [list, found.get("world")]})
+    if found.get("heads"):
+        read_fields(read_fields(found, path, {"counts": dict})["counts"], f"{path}: counts", COUNTS)
+    (adam,) = found["optimizer_states"]
+    read_fields(adam, f"{path}: optimizer_states", {"step": float, "moments": dict, "groups": [dict, 2]})
+    read_fields(adam["moments"], f"{path}: moments", dict.fromkeys(MOMENTS, dict))
+    check_tensors(f"{path}: state_dict", found["state_dict"], trained)
+    for name in MOMENTS if adam["step"] else ():
+        check_tensors(f"{path}: {name}", adam["moments"][name], trained)
     return found
 
 

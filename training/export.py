@@ -13,10 +13,12 @@ from typing import Any
 import yaml
 
 from draftgrid.common.cli import key, main
+from draftgrid.common.files import read_fields
+from draftgrid.common.settings import one_of
 from draftgrid.heads.mtp import MTPHeads
+from draftgrid.heads.pretrained import EXPORTED
+from draftgrid.heads.weights import check_tensors
 from draftgrid.training.checkpoint import pick_checkpoint, read_checkpoint
-
-EXPORTED = {"config.json", "model.safetensors", "README.md", "recipe.yaml"}
 
 
 @dataclass
@@ -29,14 +31,20 @@ class ExportConfig:
 
 
 def load_heads(checkpoint: dict[str, Any], where: str) -> MTPHeads:
-    """The heads of a checkpoint, with weights, card and recipe. Raises ValueError if it is not one of heads."""
-    if "heads" not in checkpoint:
+    """The heads of a checkpoint, with weights, card and recipe. Raises ValueError if it is not one of heads, whole."""
+    if not checkpoint.get("heads"):
         raise ValueError(f"{where} is a checkpoint of a backbone (task=backbone), not of heads")
     heads = MTPHeads.from_description(checkpoint["heads"], where)
-    weights = {name.removeprefix("heads."): tensor for name, tensor in checkpoint["state_dict"].items()}
-    heads.load_state_dict(weights)
-    recipe = checkpoint["origin"].get("recipe", "")
-    heads.card, heads.recipe = model_card(heads, checkpoint, yaml.safe_load(recipe) or {}), recipe
+    own, weights = heads.state_dict(), checkpoint["state_dict"]
+    check_tensors(f"{where}: state_dict", weights, {f"heads.{name}": tensor.shape for name, tensor in own.items()})
+    heads.load_state_dict({name: weights[f"heads.{name}"] for name in own})
+    heads.recipe = read_fields(checkpoint["origin"], f"{where}: origin", {"recipe": str, "data": str})["recipe"]
+    try:
+        recipe = yaml.safe_load(heads.recipe)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: origin.recipe is not valid YAML: {' '.join(str(error).split())}") from None
+    read_fields(recipe, f"{where}: origin.recipe", dict.fromkeys(("data", "backbone"), (dict, None)))
+    heads.card = model_card(heads, checkpoint, recipe)
     return heads.requires_grad_(False).eval()
 
 
@@ -55,11 +63,11 @@ def model_card(heads: MTPHeads, checkpoint: dict[str, Any], recipe: dict[str, An
         for name in heads.names
         if f"acceptance/{name}" in figures
     ]
-    data = recipe.get("data", {})
-    trained = recipe.get("backbone", {})
+    data, trained = recipe.get("data") or {}, recipe.get("backbone") or {}
     place, adapter = trained.get("checkpoint") or owner.name, trained.get("adapter") or ""
     at = f', revision="{owner.revision}"' if owner.revision else ""
     at += f', adapter="{adapter}"' if ":" in adapter else ""
+    at += f", grid={owner.grid}" if trained.get("grid") else ""
     return "\n".join(
         [
             "---",
@@ -93,10 +101,10 @@ def model_card(heads: MTPHeads, checkpoint: dict[str, Any], recipe: dict[str, An
 
 
 def run(config: ExportConfig) -> None:
-    if config.which not in ("last", "best"):
-        raise ValueError(f"which is {config.which!r}; use last or best")
-    source = pick_checkpoint(config.checkpoint, config.which)
+    source = pick_checkpoint(config.checkpoint, one_of("which", config.which, ("last", "best")))
     out = Path(config.out) if config.out else source.parent.parent / "heads"
+    if out.is_file():
+        raise ValueError(f"out={out} is a file; name a folder")
     held = {p.name for p in out.iterdir()} if out.is_dir() else set()
     if foreign := held - EXPORTED:
         raise ValueError(f"out={out} holds {min(foreign)}, which is no part of exported heads; choose another out")

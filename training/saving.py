@@ -14,6 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from draftgrid.common.files import read_fields
 from draftgrid.training import ranks
 from draftgrid.training.checkpoint import BEST, saved_steps, step_file
 from draftgrid.training.run_folder import RunFolder
@@ -134,7 +135,7 @@ class Saver(Callback):
         return {"best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best = state["best"]
+        self.best = read_fields(state, "checkpoint: callbacks.Saver", {"best": (float, None)})["best"]
 
 
 def _rng(device: torch.device) -> list[torch.Tensor]:

@@ -15,9 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from torch import Tensor, nn
 
 from draftgrid.training import ranks
-from draftgrid.training.checkpoint import read_checkpoint, write_checkpoint
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from draftgrid.training.checkpoint import MOMENTS, read_resumable, write_checkpoint
 
 
 def choose_devices(accelerator: str, devices: int) -> tuple[str, int]:
@@ -132,7 +130,9 @@ class Whole(Strategy):
         ranks.on_rank_zero(lambda: write_checkpoint(checkpoint, filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return read_checkpoint(checkpoint_path)
+        """Raises ValueError, naming file and field, unless it is this module's whole."""
+        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.trained()}
+        return read_resumable(checkpoint_path, shapes)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -143,16 +143,10 @@ class Whole(Strategy):
         return True
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Strict, whatever Lightning asks: a missing or unknown weight is an error that names it."""
-        weights, trained = checkpoint["state_dict"], dict(self.trained())
-        missing, extra = sorted(trained.keys() - weights.keys()), sorted(weights.keys() - trained.keys())
-        if missing or extra:
-            raise ValueError(
-                f"the checkpoint lacks {missing[:3] or 'nothing'} and has unknown {extra[:3] or 'nothing'}"
-            )
+        """Strict, whatever Lightning asks: `load_checkpoint` has compared names and shapes."""
         with torch.no_grad():
-            for name, parameter in trained.items():
-                self.deal_weight(parameter, weights[name])
+            for name, parameter in self.trained():
+                self.deal_weight(parameter, checkpoint["state_dict"][name])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         (saved,) = checkpoint["optimizer_states"]
