@@ -24,12 +24,12 @@ from draftgrid.heads.backbones import load_backbone
 from draftgrid.heads.config import HeadsConfig, OptimConfig
 from draftgrid.heads.grid import TokenGrid
 from draftgrid.heads.mtp import new_heads
-from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, TrainConfig
+from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, AssumeConfig, TrainConfig
 from draftgrid.recipes.plan.counting import count_step
 from draftgrid.recipes.plan.memory import STRATEGIES, Counted, Tensors, held, layout, measured
 from draftgrid.recipes.plan.meter import Meter
 from draftgrid.recipes.plan.plan import plan
-from draftgrid.recipes.plan.speed import count_decoding, ssd_steps, tokens_per_forward
+from draftgrid.recipes.plan.speed import count_decoding, speeds, ssd_blocks, ssd_steps, tokens_per_forward
 from draftgrid.recipes.plan.subject import count, load_subject, shapes
 from draftgrid.training import ranks
 from draftgrid.training.module import HeadsModule, adamw
@@ -315,15 +315,32 @@ def test_two_ranks_hold_what_is_foretold() -> None:
 
 
 class TestDecoding:
-    def test_ssd_steps_are_the_decoders(self) -> None:
+    @pytest.mark.parametrize(("right", "down"), [(2, 2), (2, 0), (1, 0), (3, 1), (0, 1)])
+    @pytest.mark.parametrize("grid", [(5, 4), (4, 5), (3, 6)])
+    def test_ssd_steps_are_the_decoders(self, right: int, down: int, grid: tuple[int, int]) -> None:
         from draftgrid import decode
 
-        for grid in ((5, 4), (4, 5), (3, 6)):
-            backbone = tiny_emu3(grid)
-            heads = new_heads(HeadsConfig(right=2, down=2), backbone).requires_grad_(False)
-            for rounds, rows in itertools.product((1, 2), (1, 2)):
-                stats = decode(backbone, ["blue"], heads, decoder="ssd", rounds=rounds, rows=rows).stats
-                assert stats.nfe == ssd_steps(backbone.grid, 2, rows, rounds)
+        backbone = tiny_emu3(grid)
+        heads = new_heads(HeadsConfig(right=right, down=down), backbone).requires_grad_(False)
+        for rounds, rows, flight in itertools.product((0, 1, 2, 3), (1, 2), (1, 2, 3, 4)):
+            if (flight > 1 and (rows > 1 or flight > rounds + 1)) or rows > max(down, 1):
+                continue
+            settings = {"rounds": rounds, "rows": rows, "rows_in_flight": flight}
+            stats = decode(backbone, ["blue"], heads, decoder="ssd", **settings).stats
+            blocks = ssd_blocks(backbone.grid, right, down, rows)
+            assert sum(blocks) == backbone.grid.positions
+            assert stats.nfe == ssd_steps(blocks, rounds, flight), settings
+
+    def test_ssd_is_planned_for_heads_to_the_right_alone(self) -> None:
+        subject = load_subject(composed("heads.right=3", "heads.down=0"))
+        assert subject.heads is not None
+        found = speeds(count_decoding(subject.backbone, subject.heads, 1), AssumeConfig())
+        # 16 rows of 4 blocks of 4 cells; two blocks at a time where two rows are in flight.
+        assert {s.decoder: s.steps for s in found if s.decoder.startswith("ssd,")} == {
+            "ssd, 1 row, 1 round": 128,
+            "ssd, 1 row, 2 rounds": 192,
+            "ssd, 1 row, 2 rounds, 2 in flight": 97,
+        }
 
     def test_tokens_per_forward_by_enumeration(self) -> None:
         for a, k in itertools.product((0.0, 0.3, 0.9, 1.0), (1, 3, 5)):

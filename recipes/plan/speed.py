@@ -4,7 +4,7 @@ Weights read and FLOPs are counted by running backbone and heads on tensors with
 to last as long as the longer of reading and computing on the stated machine. All speed-ups are estimates.
 """
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from draftgrid.heads.grid import TokenGrid
 from draftgrid.heads.mtp import MTPHeads
 from draftgrid.recipes.launch.schema import AssumeConfig
 from draftgrid.recipes.plan.meter import Meter, fakes, make_fake
+
+SSD = ((1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 1, 1), (2, 2, 1))
+"""(rows, rounds, rows_in_flight) that are planned for."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +123,22 @@ def count_decoding(backbone: Backbone, heads: MTPHeads, branches: int) -> Decodi
     )
 
 
-def ssd_steps(grid: TokenGrid, right: int, rows: int, rounds: int) -> int:
-    """Forwards of SSD, prefill counted: row 0 in blocks of right + 1, then blocks of `rows` rows.
+def ssd_blocks(grid: TokenGrid, right: int, down: int, rows: int) -> list[int]:
+    """Cells of each block SSD commits: right + 1 in row 0, `rows` rows below it; without heads down as in row 0."""
+    H, W = grid.height, grid.width
+    row = [min(right + 1, W - x) for x in range(0, W, right + 1)]
+    return row + [W * min(rows, H - y) for y in range(1, H, rows)] if down else row * H
 
-    A block takes 1 + rounds, one of a single cell, which nothing is drafted in, takes 1.
-    """
-    first, W = right + 1, grid.width
-    blocks = [first] * (W // first) + [W % first] * (W % first > 0)
-    blocks += [rows * W] * math.ceil((grid.height - 1) / rows)
-    return sum(1 + rounds * (cells > 1) for cells in blocks)
+
+def ssd_steps(blocks: Sequence[int], rounds: int, rows_in_flight: int = 1) -> int:
+    """Forwards of SSD, prefill counted. A forward begins at most one block; the block is verified in `rounds` more and
+    read in a last one, which may begin the next. A cell alone with nothing else in flight is drawn from p itself."""
+    begun, committed = 0, [0] * rows_in_flight
+    for cells in blocks:
+        begun = max(begun, committed[-rows_in_flight]) + 1
+        drafted = cells > 1 or committed[-1] > begun
+        committed.append(begun + rounds * drafted)
+    return committed[-1]
 
 
 def tokens_per_forward(acceptance: float, drafts: int) -> float:
@@ -146,9 +156,9 @@ class Speed:
     """Seconds of drafting over seconds of the forwards."""
 
 
-def speeds(cost: Decoding, names: list[str], a: AssumeConfig) -> list[Speed]:
+def speeds(cost: Decoding, a: AssumeConfig) -> list[Speed]:
     """Expected steps and speed-up over AR at batch 1 on the stated machine."""
-    grid, found = cost.grid, []
+    grid, names, found = cost.grid, list(cost.heads), []
     T, W = grid.positions, grid.width
     ar = T * cost.forward(1).seconds(a)
     right, down = ([n for n in names if n.startswith(kind) and n[len(kind) :].isdigit()] for kind in ("right", "down"))
@@ -157,27 +167,19 @@ def speeds(cost: Decoding, names: list[str], a: AssumeConfig) -> list[Speed]:
         forward, drafting = steps * cost.forward(length).seconds(a), drafts * draft.seconds(a)
         found.append(Speed(name, steps, ar / (forward + drafting), drafting / forward))
 
-    for rows in range(1, min(len(down), 2) + 1):
-        for rounds in (1, 2):
-            forwards = ssd_steps(grid, len(right), rows, rounds)
-            draft = cost.draft(down[:rows], rows * W)
-            add(
-                f"ssd, {rows} row{'s' * (rows > 1)}, {rounds} round{'s' * (rounds > 1)}",
-                forwards,
-                rows * W,
-                forwards / (1 + rounds),
-                draft,
-            )
+    for rows, rounds, flight in SSD if right or down else ():
+        if rows > max(len(down), 1):
+            continue
+        name = f"ssd, {rows} row{'s' * (rows > 1)}, {rounds} round{'s' * (rounds > 1)}"
+        name += f", {flight} in flight" if flight > 1 else ""
+        blocks = ssd_blocks(grid, len(right), len(down), rows)
+        draft = cost.draft(down[:rows], rows * W) if down else cost.draft(right, len(right))
+        add(name, ssd_steps(blocks, rounds, flight), flight * max(blocks), len(blocks), draft)
     for chance in a.acceptance:
         if right:
             steps = T / tokens_per_forward(chance, len(right))
             add(f"mtp1d, acceptance {chance:g}", steps, len(right) + 1, steps, cost.draft(right, len(right)))
         steps = T / tokens_per_forward(chance, a.window - 1)
-        add(
-            f"ssd_coupled, window {a.window}, acceptance {chance:g}",
-            steps,
-            a.window,
-            steps,
-            cost.draft(names, a.window),
-        )
+        name = f"ssd_coupled, window {a.window}, acceptance {chance:g}"
+        add(name, steps, a.window, steps, cost.draft(names, a.window))
     return found

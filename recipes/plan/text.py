@@ -187,7 +187,7 @@ def speed(config: TrainConfig, cost: Decoding) -> str:
     a = config.assume
     T = cost.grid.positions
     rows = [["", "forwards", "speed-up", "drafting"], ["ar", f"{T}", "1.00x", ""]]
-    for s in speeds(cost, list(cost.heads), a):
+    for s in speeds(cost, a):
         rows.append([s.decoder, f"{s.steps:.0f}", f"{s.speedup:.2f}x", f"{100 * s.drafting:.0f} %"])
     notes = [
         "  An estimate: a call takes the longer of reading its weights and computing, one picture at a time. Each of k",
