@@ -1,4 +1,4 @@
-"""Started by torchrun in tests/test_plan.py: what two ranks really hold, by strategy, against heads.memory."""
+"""Started by torchrun in tests/test_plan.py: what two ranks really hold, by strategy, against plan/memory.py."""
 
 import sys
 from collections.abc import Iterable
@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from draftgrid.recipes.plan import memory
-from draftgrid.recipes.plan.memory import Tensors, held, measured
+from draftgrid.recipes.plan.memory import Tensors, held
+from tests.measured import measured
 
 
 class Model(nn.Module):

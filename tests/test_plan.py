@@ -26,13 +26,14 @@ from draftgrid.heads.grid import TokenGrid
 from draftgrid.heads.mtp import new_heads
 from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, AssumeConfig, TrainConfig
 from draftgrid.recipes.plan.counting import count_step
-from draftgrid.recipes.plan.memory import STRATEGIES, Counted, Tensors, held, layout, measured
+from draftgrid.recipes.plan.memory import STRATEGIES, Counted, Tensors, held, layout
 from draftgrid.recipes.plan.meter import Meter
 from draftgrid.recipes.plan.plan import plan
 from draftgrid.recipes.plan.speed import count_decoding, speeds, ssd_blocks, ssd_steps, tokens_per_forward
 from draftgrid.recipes.plan.subject import count, load_subject, shapes
 from draftgrid.training import ranks
 from draftgrid.training.module import HeadsModule, adamw
+from tests.measured import measured
 from tests.published_emu3 import FULL
 from tests.published_emu3 import write_config as write_emu3_config
 from tests.published_janus import write_config

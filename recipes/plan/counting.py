@@ -5,13 +5,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftgrid.heads.config import LossConfig
-from draftgrid.heads.mtp import MTPHeads
 from draftgrid.recipes.launch.schema import TrainConfig
 from draftgrid.recipes.plan.memory import Counted, Layout
 from draftgrid.recipes.plan.meter import Meter, fake_gradients, fakes, make_fake
@@ -23,8 +21,9 @@ def count_step(subject: Subject, config: TrainConfig, size: Layout) -> Counted:
     mode = fakes()
     types = {2: torch.bfloat16, 4: torch.float32}
     make_fake(subject.backbone, types[size.backbone], mode)
-    if subject.heads is not None:
-        make_fake(subject.heads, types[size.heads], mode)
+    heads = subject.heads
+    if heads is not None:
+        make_fake(heads, types[size.heads], mode)
     grid, B = subject.backbone.grid, config.data.batch_size
     prompt = torch.zeros(config.assume.prompt_tokens, dtype=torch.long)
     subject.backbone.prompt_ids = lambda prompts: [prompt] * len(prompts)  # type: ignore[method-assign]
@@ -32,17 +31,19 @@ def count_step(subject: Subject, config: TrainConfig, size: Layout) -> Counted:
     cast = torch.autocast("cpu", torch.bfloat16) if size.autocast else nullcontext()
     module = subject.module
     with fake_gradients(subject.trained.parameters(), mode):
-        if subject.heads is None:
+        if heads is None:
             work = count_loss(lambda: module.nll(batch).mean(), cast)
             return Counted(0, 0, work.saved, work.beyond, 0, work.flops, 0)
         with Meter() as frozen, cast, torch.no_grad():
             h, e = module.states(batch)
         with Meter() as alone:
             with cast:
-                predicted = predict_all(subject.heads, h, e, module.pairs)
+                more = heads.training_inputs(1, len(e), torch.Generator())
+                branches = h.flatten(2, 3)
+                predicted = [heads.predict(b, e.flatten(1, 2), name, *more) for name in module.pairs for b in branches]
             floor = 0 if config.loss.recompute else alone.peak
             torch.autograd.backward(predicted, [torch.empty_like(x) for x in predicted])
-        del predicted
+        del predicted, branches
         states = frozen.live
         work = count_chunked_loss(
             lambda: module.loss(h, e, batch.tokens), cast, config.loss, B * grid.positions, B, floor
@@ -80,8 +81,8 @@ def count_chunked_loss(
 ) -> LossCount:
     """The same where the loss reads `terms.chunk` of `positions` in `rows` pictures.
 
-    Many chunks would take a minute to run one by one, so their peak is read off the line through those of two larger
-    chunks, for all that a chunk holds grows with its positions. `floor` is the peak before the first chunk.
+    Many chunks would take a minute to run one by one, but all that a chunk holds grows linearly with its positions: the
+    peak is read off the line through those of two larger chunks. `floor` is the peak before the first chunk.
     """
     chunk = terms.chunk
     if not chunk or positions <= 8 * chunk:
@@ -97,9 +98,3 @@ def count_chunked_loss(
     slope = (large.forward - small.forward) / (sizes[0] - sizes[1])
     forward = round(small.forward - slope * (sizes[1] - max(chunk, rows)))
     return replace(small, forward=max(forward, floor - small.saved))
-
-
-def predict_all(heads: MTPHeads, h: Tensor, e: Tensor, names: Any) -> list[Tensor]:
-    """States (G, B, H, W, D) and embeddings (B, H, W, D) -> every head's prediction of every branch, as in training."""
-    rest = heads.training_inputs(1, len(e), torch.Generator())
-    return [heads.predict(branch, e.flatten(1, 2), name, *rest) for name in names for branch in h.flatten(2, 3)]

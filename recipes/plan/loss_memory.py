@@ -7,6 +7,7 @@ Two heads of random states, both guidance branches, on a random LM head. Prints 
 process hide one another, so a process measures once. On a CPU it needs Linux's /proc.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,28 +46,22 @@ class RandomHead(nn.Module):
         return self.image_head(nn.functional.rms_norm(h, h.shape[-1:]))
 
 
-class Peak:
-    """Bytes above the level at `reset`."""
+def peak_above(call: Callable[[], object], device: torch.device) -> int:
+    """Most bytes held at a time during `call`, above the level before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        level = torch.cuda.memory_allocated(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - level
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def reset(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.level = torch.cuda.memory_allocated(self.device)
-        else:
-            Path("/proc/self/clear_refs").write_text("5")
-            self.level = self._status("VmRSS")
-
-    def read(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) - self.level
-        return self._status("VmHWM") - self.level
-
-    def _status(self, name: str) -> int:
+    def status(name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+    Path("/proc/self/clear_refs").write_text("5")
+    level = status("VmRSS")
+    call()
+    return status("VmHWM") - level
 
 
 def run(config: MemoryConfig) -> None:
@@ -80,20 +75,22 @@ def run(config: MemoryConfig) -> None:
     objective = Objective(backbone, heads, pairs, terms)  # type: ignore[arg-type]
     h = torch.randn(2, 1, grid.positions, D, device=device)
     predicted = {
-        name: h[:, :, target] + 0.3 * torch.randn(2, 1, len(target), D, device=device)
+        name: (h[:, :, target] + 0.3 * torch.randn(2, 1, len(target), D, device=device)).requires_grad_()
         for name, (_, target) in pairs.items()
     }
     tokens = torch.zeros(1, grid.positions, dtype=torch.long, device=device)
-    for x in predicted.values():
-        x.requires_grad_()
-    objective.chunks.positions, small = 2, objective.chunks.positions  # first calls allocate buffers of their own
-    objective(h, predicted, tokens).backward()
-    objective.chunks.positions = small
-    peak = Peak(device)
-    peak.reset()
-    loss = objective(h, predicted, tokens)
-    loss.backward()
-    print(f"chunk {config.chunk}: {peak.read() / 1e6:.1f} MB above the level before the loss; loss {loss.item():.7f}")
+
+    def loss() -> Tensor:
+        value = objective(h, predicted, tokens)
+        value.backward()
+        return value.detach()
+
+    objective.chunks.positions = 2  # first calls allocate buffers of their own
+    loss()
+    objective.chunks.positions = grid.positions
+    losses: list[Tensor] = []
+    peak = peak_above(lambda: losses.append(loss()), device)
+    print(f"chunk {config.chunk}: {peak / 1e6:.1f} MB above the level before the loss; loss {losses[0]:.7f}")
 
 
 command = partial(main, run, MemoryConfig, __doc__)

@@ -3,15 +3,12 @@
 ddp keeps everything on every rank. ZeRO-1 splits the optimizer and the fp32 master weights over the ranks, ZeRO-2 the
 gradients too, ZeRO-3 the parameters as well, the frozen backbone's included (arXiv 1910.02054). fsdp (torch's
 fully_shard) splits the heads with all that belongs to them and the backbone's layers; embedding, LM head and final norm
-stay whole. Activations are not computed here: `heads.meter` counts them.
+stay whole. Activations are not computed here: `meter` counts them.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-
-import torch
-from torch import Tensor, nn
 
 from draftgrid.training import ranks
 
@@ -39,11 +36,7 @@ class Layout:
 
 
 def layout(strategy: str, precision: str) -> Layout:
-    """Raises ValueError for an unknown strategy or precision."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy is {strategy!r}; use one of {', '.join(STRATEGIES)}")
-    if precision not in ("32-true", "bf16-mixed", "bf16-true"):
-        raise ValueError(f"precision is {precision!r}; use 32-true, bf16-mixed or bf16-true")
+    assert strategy in STRATEGIES and precision in ("32-true", "bf16-mixed", "bf16-true")
     if strategy.startswith("deepspeed"):  # it casts the whole module, and both bf16 settings mean the same to it
         size = 4 if precision == "32-true" else 2
         return Layout(size, size, size, 4, 4, False)
@@ -111,7 +104,7 @@ def split_rows(shapes: Iterable[Shape], ranks: int) -> int:
 
 
 def held(tensors: Tensors, strategy: str, precision: str, ranks: int) -> Held:
-    """Bytes on rank 0 of `ranks`. Raises ValueError for an unknown strategy or precision."""
+    """Bytes on rank 0 of `ranks`."""
     size = layout(strategy, precision)
     layers, trained = ([s for part in parts for s in part] for parts in (tensors.layers, tensors.trained))
     backbone = [*layers, *tensors.rest]
@@ -132,9 +125,8 @@ def held(tensors: Tensors, strategy: str, precision: str, ranks: int) -> Held:
         gradients = states = split_each(trained, ranks)
         buffers = BUCKETS * size.gradient
     else:
-        gathered = max(numel(part) * size.backbone for part in [*tensors.layers, []])
-        buffers = max(numel(part) * size.gradient for part in [*tensors.trained, []])
-        gathered = max(gathered, buffers)
+        buffers = max(map(numel, tensors.trained), default=0) * size.gradient
+        gathered = max(max(map(numel, tensors.layers), default=0) * size.backbone, buffers)
         kept_backbone = split_rows(layers, ranks) + numel(tensors.rest)
         gradients = states = kept = split_rows(trained, ranks)
     if ranks == 1:
@@ -149,38 +141,6 @@ def held(tensors: Tensors, strategy: str, precision: str, ranks: int) -> Held:
         buffers=buffers,
         gathered=gathered,
     )
-
-
-def measured(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None = None, master: Iterable[Tensor] = ()
-) -> dict[str, int]:
-    """Bytes this process really holds of a module and its optimizer, each storage once: what `held` foretells.
-
-    Of whole and of split tensors alike what lies here is counted. For DeepSpeed pass torch's optimizer, which lies
-    inside its own, and its fp32 shards as `master`; gradients it keeps elsewhere than in `.grad`.
-    """
-    frozen = [p for p in module.parameters() if not p.requires_grad]
-    trained = [p for p in module.parameters() if p.requires_grad]
-    states = optimizer.state.values() if optimizer is not None else ()
-    return {
-        "backbone": _bytes(frozen),
-        "heads": _bytes(trained),
-        "gradients": _bytes(p.grad for p in trained if p.grad is not None),
-        "master": _bytes(master),
-        "moments": _bytes(t for state in states for t in state.values() if isinstance(t, Tensor) and t.ndim),
-    }
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The part on this rank: of a DTensor (fully_shard), of a ZeRO-3 parameter, or the tensor itself."""
-    if hasattr(tensor, "to_local"):
-        return tensor.to_local()
-    return getattr(tensor, "ds_tensor", tensor)
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    storages = [_local(t).untyped_storage() for t in tensors]
-    return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
 @dataclass(frozen=True)
@@ -211,17 +171,17 @@ class Memory:
     """Bytes on a GPU. A step's peak is what is held and the largest of its three phases."""
 
     held: Held
-    frozen: int
-    heads: int
-    loss: int
-    optimizer: int
-    """A copy of the second moments that AdamW makes while it steps."""
+    step: Counted
+
+    @property
+    def activations(self) -> int:
+        return self.step.states + self.step.saved
+
+    @property
+    def optimizer(self) -> int:
+        """A copy of the second moments that AdamW makes while it steps."""
+        return self.held.moments // 2
 
     @property
     def total(self) -> int:
-        return self.held.total + max(self.frozen, self.heads + self.loss, self.optimizer)
-
-
-def memory(tensors: Tensors, counted: Counted, strategy: str, precision: str, gpus: int) -> Memory:
-    kept = held(tensors, strategy, precision, gpus)
-    return Memory(kept, counted.frozen_peak, counted.states + counted.saved, counted.loss, kept.moments // 2)
+        return self.held.total + max(self.step.frozen_peak, self.activations + self.step.loss, self.optimizer)

@@ -7,7 +7,7 @@ a rank holds by strategy is arithmetic (`memory`); seconds and speed-ups are est
 
 from draftgrid.recipes.launch.schema import TrainConfig
 from draftgrid.recipes.plan.counting import count_step
-from draftgrid.recipes.plan.memory import STRATEGIES, Counted, layout, memory
+from draftgrid.recipes.plan.memory import STRATEGIES, Counted, Memory, held, layout
 from draftgrid.recipes.plan.speed import count_decoding
 from draftgrid.recipes.plan.subject import load_subject, shapes
 from draftgrid.recipes.plan.text import render
@@ -32,7 +32,7 @@ def plan(config: TrainConfig) -> str:
         key = (size.backbone, size.heads, size.autocast)
         if key not in steps:
             steps[key] = count_step(subject, config, size)
-        by_strategy[strategy] = memory(tensors, steps[key], strategy, precision, gpus(config))
+        by_strategy[strategy] = Memory(held(tensors, strategy, precision, gpus(config)), steps[key])
     branches = 1 if config.decoding.guidance == 1 else 2
     decoding = count_decoding(subject.backbone, subject.heads, branches) if subject.heads is not None else None
     return render(config, subject, precision, gpus(config), next(iter(steps.values())), by_strategy, decoding)

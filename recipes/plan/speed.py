@@ -1,7 +1,7 @@
 """What drafting costs against a forward of the backbone, and how much faster that should make decoding.
 
-Weights read and FLOPs are counted by running backbone and heads on tensors without data (heads.meter); a call is taken
-to last as long as the longer of reading and computing on the stated machine. All speed-ups are estimates.
+Weights read and FLOPs are counted by running backbone and heads on tensors without data (`meter`); a call is taken to
+last as long as the longer of reading and computing on the stated machine. All speed-ups are estimates.
 """
 
 from collections.abc import Sequence
@@ -33,9 +33,6 @@ class Work:
         """The longer of reading and computing: a roofline."""
         return max(self.bytes / a.bandwidth, self.flops / (a.flops * a.utilisation))
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.bytes + other.bytes, self.flops + other.flops)
-
 
 @dataclass(frozen=True)
 class Decoding:
@@ -56,7 +53,7 @@ class Decoding:
     cache: float
     """Bytes of keys and values of one token, all layers."""
     serial: float
-    """Bytes and half the FLOPs of what a chain head does for each position anew: all of a head that is not linear."""
+    """Bytes and half the FLOPs of what a chain head does for each position: all of a head that is not linear."""
 
     def forward(self, length: int) -> Work:
         """A forward over `length` tokens with half of the picture in the cache: the mean over a picture."""
@@ -91,9 +88,8 @@ def count_decoding(backbone: Backbone, heads: MTPHeads, branches: int) -> Decodi
     pairs = heads.train_pairs(grid)
 
     def draft(*names: str) -> Work:
-        return work(
-            lambda: [heads.predict(picture, picture, n) for n in names], heads, sum(len(pairs[n][1]) for n in names)
-        )
+        positions = sum(len(pairs[n][1]) for n in names)
+        return work(lambda: [heads.predict(picture, picture, n) for n in names], heads, positions)
 
     each = {name: draft(name) for name in pairs}
     two = list(pairs)[:2]
@@ -108,8 +104,7 @@ def count_decoding(backbone: Backbone, heads: MTPHeads, branches: int) -> Decodi
         return work(lambda: backbone.trunk(one, positions, None, cache), backbone), cache
 
     (near, cache), (far, _) = cached(0), cached(grid.width)
-    layers: list[Any] = cache.layers
-    kept = [layer.keys.shape for layer in layers]
+    kept = [layer.keys.shape for layer in cache.layers]  # type: ignore[union-attr]
     return Decoding(
         grid,
         branches,
