@@ -50,7 +50,8 @@ def test_source_state_embedding_and_target_belong_together_at_every_row_end(grid
         if not wanted:
             assert offset_name(offset) not in module.pairs
             continue
-        read, true = module.predict(h, e, offset_name(offset))
+        name = offset_name(offset)
+        read, true = module.heads.predict(h, e, name), h[:, module.pairs[name][1]]
         assert read[0].tolist() == [[s, 1000 + s] for s, _ in wanted]
         assert true[0, :, 0].tolist() == [t for _, t in wanted]
 
@@ -95,7 +96,7 @@ def test_simulated_acceptance_of_untrained_heads_is_the_decoders_measured_accept
     source, target = module.pairs["right1"]
     at_zero = source == 0
     h, e = (s.flatten(1, 2) for s in backbone.states(first, ["blue"] * count))
-    predicted, true = module.predict(h, e, "right1")
+    predicted, true = heads.predict(h, e, "right1"), h[:, target]
     p, q = (backbone.logits(s[:, at_zero]).softmax(-1) for s in (true, predicted))
     simulated = torch.minimum(p, q).sum(-1).mean().item()
     measured = result.stats.acceptance["right1"]

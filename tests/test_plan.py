@@ -118,7 +118,7 @@ class TestMemoryOfARealStep:
     def test_what_is_held_is_foretold_to_the_byte(self, precision: str) -> None:
         config = composed("heads.right=2")
         module, batch = real(config, precision)
-        optimizer = adamw(module.parameters_to_train(), OptimConfig(), 10)["optimizer"]
+        optimizer = adamw(module, OptimConfig(), 10)["optimizer"]
         step(module, batch, precision)[1].backward()
         optimizer.step()
         found = held(shapes(load_subject(config)), "ddp", precision, 1)
@@ -133,7 +133,7 @@ class TestMemoryOfARealStep:
         config = composed(*keys)
         counted = count_step(load_subject(config), config, layout("ddp", precision))
         module, batch = real(config, precision)
-        for p in module.parameters_to_train():
+        for p in module.heads.parameters():
             p.grad = torch.zeros_like(p)
         frozen = allocator_peak(lambda: frozen_forward(module, batch, precision))
         h, e = frozen_forward(module, batch, precision)

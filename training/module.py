@@ -26,11 +26,13 @@ UNCERTAIN = 0.5
 """Nats: positions whose H(p) is at least this are reported apart; the rest is plain background any guess gets right."""
 
 
-def adamw(parameters: Sequence[nn.Parameter], config: OptimConfig, steps: int) -> dict[str, Any]:
+def adamw(module: nn.Module, config: OptimConfig, steps: int) -> dict[str, Any]:
     """Lightning's optimizer dictionary: AdamW, linear warm-up, cosine to `final` of the peak at the last step."""
-    decay = [p for p in parameters if p.ndim >= 2]
-    rest = [p for p in parameters if p.ndim < 2]
-    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, config.beta2))
 
     def factor(step: int) -> float:
@@ -51,25 +53,21 @@ def guided_name(guidance: float, top_k: int = 0) -> str:
 class _Module(L.LightningModule):
     """Means by name, logged when validation ends. A mean nobody updated is not reported."""
 
-    optim: OptimConfig
-
-    def __init__(self) -> None:
+    def __init__(self, optim: OptimConfig, means: Sequence[str]) -> None:
         super().__init__()
-        self.means = nn.ModuleDict()
+        self.optim = optim
+        self.means: Any = nn.ModuleDict({name: MeanMetric() for name in means})
         self.figures: dict[str, float] = {}
         """The last validation's figures."""
         self.origin: dict[str, Any] = {}
-        """What an export tells of where the weights come from; goes into every checkpoint."""
+        """Where the weights come from, as an export tells it; written into every checkpoint."""
 
     def add(self, name: str, values: Tensor) -> None:
-        metric = self.means[name]
-        assert isinstance(metric, MeanMetric)
-        metric.update(values.float().mean(), values.numel())
+        self.means[name].update(values.float().mean(), values.numel())
 
     def report(self) -> dict[str, float]:
         found = {}
         for name, metric in self.means.items():
-            assert isinstance(metric, MeanMetric)
             # Every rank computes, even one that saw nothing: compute() is a collective.
             if metric.update_called or self.trainer.world_size > 1:
                 value = float(metric.compute())
@@ -83,25 +81,14 @@ class _Module(L.LightningModule):
         for name, value in self.figures.items():
             self.log(name, value)
 
-    def score(self) -> float | None:
-        """What the best checkpoint is best at, more is better; None before the first validation."""
-        return None
-
-    def parts(self) -> list[nn.Module]:
-        """What a strategy that shards weights by module shards one by one."""
-        return []
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint |= {"figures": self.figures, "origin": self.origin}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.figures = dict(checkpoint["figures"])
 
-    def parameters_to_train(self) -> list[nn.Parameter]:
-        return [p for p in self.parameters() if p.requires_grad]
-
     def configure_optimizers(self) -> Any:
-        return adamw(self.parameters_to_train(), self.optim, self.trainer.max_steps)
+        return adamw(self, self.optim, self.trainer.max_steps)
 
 
 class HeadsModule(_Module):
@@ -126,24 +113,20 @@ class HeadsModule(_Module):
         `max_skipped` is the share of samples without finite states or loss that training puts up with. Raises
         ValueError for a loss these heads cannot have.
         """
-        super().__init__()
-        self.backbone = backbone.freeze()
-        self.heads, self.optim, self.terms = heads, optim, loss or LossConfig()
+        pairs, scales = heads.train_pairs(backbone.grid), [g for g in guidance if g != 1 or top_k]
+        kinds = ["smooth_l1", "cosine", "acceptance", "acceptance_uncertain", "acceptance_table", "top1"]
+        kinds += [guided_name(g, top_k) for g in scales]
+        names = [f"{kind}/{offset}" for kind in kinds for offset in pairs]
+        super().__init__(optim, [*names, "backbone_nll", "backbone_entropy"])
+        self.pairs, self.scales, self.top_k = pairs, scales, top_k
+        """`scales`: guidance scales measured apart from the plain acceptance, with `top_k`."""
+        self.backbone, self.heads, self.terms = backbone.freeze(), heads, loss or LossConfig()
         self.tables = dict(tables or {})
-        self.guidance = list(guidance)
         self.seed = seed
         """Of what the loss draws: heads' own drafts."""
-        self.pairs = heads.train_pairs(backbone.grid)
         self.objective = Objective(self.backbone, heads, self.pairs, self.terms)
         if self.terms.own_drafts and not heads.reads_left:
             raise ValueError(f"loss.own_drafts is {self.terms.own_drafts}, but these heads read no left token; use 0")
-        kinds = ["smooth_l1", "cosine", "acceptance", "acceptance_uncertain", "acceptance_table", "top1"]
-        names = [f"{kind}/{offset}" for kind in kinds for offset in self.pairs]
-        self.top_k = top_k
-        self.scales = [g for g in self.guidance if g != 1 or top_k]
-        """Guidance scales measured apart from the plain acceptance."""
-        names += [f"{guided_name(g, top_k)}/{offset}" for g in self.scales for offset in self.pairs]
-        self.means = nn.ModuleDict({n: MeanMetric() for n in [*names, "backbone_nll", "backbone_entropy"]})
         self.broken = 0
         """Samples of this rank that could not be read and were skipped."""
         self.skipped, self.max_skipped = 0, max_skipped
@@ -152,11 +135,12 @@ class HeadsModule(_Module):
         """Samples this rank was trained on, by the shard set they come from."""
 
     def score(self) -> float | None:
-        """Mean acceptance of the heads."""
+        """Mean acceptance of the heads, which the best checkpoint has most of; None before the first validation."""
         found = [v for k, v in self.figures.items() if k.startswith("acceptance/")]
         return sum(found) / len(found) if found else None
 
     def parts(self) -> list[nn.Module]:
+        """What a strategy that shards weights by module shards one by one."""
         return [*self.backbone.layers, *self.heads.children()]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -168,11 +152,6 @@ class HeadsModule(_Module):
         super().on_load_checkpoint(checkpoint)
         counts = checkpoint["counts"]
         self.broken, self.skipped, self.samples = counts["broken"], counts["skipped"], Counter(counts["samples"])
-
-    def predict(self, h: Tensor, e: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """States (B, T, D) of a picture -> (predicted, true) states (B, N, D) of one head's targets."""
-        target = self.pairs[name][1].to(h.device)
-        return self.heads.predict(h, e, name), h[:, target]
 
     def states(self, batch: Any) -> tuple[Tensor, Tensor]:
         """What the loss is taken of: states (G, B, H, W, D), G = 2 where it asks for guidance, embeddings (B, H, W, D).
@@ -210,7 +189,7 @@ class HeadsModule(_Module):
         return self.objective(h, predicted, tokens)
 
     def generator(self, step: Sequence[int], device: torch.device) -> torch.Generator:
-        """Random numbers that depend on the seed and on `step` alone, so that a run taken up again repeats them."""
+        """Random numbers that depend on the seed and on `step` alone, so that a resumed run repeats them."""
         mixed = 0
         for number in (self.seed, *step):
             mixed = (mixed * 1_000_003 + number + 1) % 2**63
@@ -254,21 +233,26 @@ class HeadsModule(_Module):
 
     def validation_step(self, batch: Any, _: int) -> None:
         self.broken += batch.broken
-        tokens, B = batch.tokens.flatten(1), len(batch.tokens)
-        h, e = (s.flatten(1, 2) for s in self.backbone.states(batch.tokens, batch.captions))
-        h = self.heads.states(self.backbone, h)
-        predicted = {name: self.heads.predict(h, e, name).to(h.dtype) for name in self.pairs}
+        tokens = batch.tokens.flatten(1)
+        states, e = (s.flatten(1, 2) for s in self.backbone.states(batch.tokens, batch.captions))
+        branches = [states]
+        if self.scales:
+            branches.append(self.backbone.states(batch.tokens, twins(batch.captions))[0].flatten(1, 2))
+        h = self.heads.states(self.backbone, torch.stack(branches))
+        predicted = {n: torch.stack([self.heads.predict(x, e, n) for x in h]).to(h.dtype) for n in self.pairs}
         for name, x in predicted.items():
-            true = h[:, self.pairs[name][1].to(h.device)]
-            self.add(f"smooth_l1/{name}", smooth_l1(x, true, "none").mean(-1))
-            self.add(f"cosine/{name}", nn.functional.cosine_similarity(x.float(), true.float(), dim=-1))
-        for here, parts in self.objective.chunks.of(B, self.terms.chunk, h.device):
-            p = probabilities(self.heads.logits(self.backbone, h[None, :, here]))
+            true = h[0][:, self.pairs[name][1].to(h.device)]
+            self.add(f"smooth_l1/{name}", smooth_l1(x[0], true, "none").mean(-1))
+            self.add(f"cosine/{name}", nn.functional.cosine_similarity(x[0].float(), true.float(), dim=-1))
+        for here, parts in self.objective.chunks.of(len(tokens), self.terms.chunk, h.device):
+            logits = self.heads.logits(self.backbone, h[:, :, here])
+            p = probabilities(logits[:1])
             self.add("backbone_nll", -p.gather(-1, tokens[:, here, None]).clamp_min(1e-30).log())
             uncertainty = entropy(p)
             self.add("backbone_entropy", uncertainty)
             for name, (of, at) in parts.items():
-                q = probabilities(self.heads.logits(self.backbone, predicted[name][None, :, of]))
+                drafted = self.heads.logits(self.backbone, predicted[name][:, :, of])
+                q = probabilities(drafted[:1])
                 accepted = acceptance(p[:, at], q)
                 self.add(f"acceptance/{name}", accepted)
                 if (unsure := uncertainty[:, at] >= UNCERTAIN).any():
@@ -278,31 +262,17 @@ class HeadsModule(_Module):
                     source = self.pairs[name][0][of].to(h.device)
                     floor = self.tables[name].to(p.device)[tokens[:, source]]
                     self.add(f"acceptance_table/{name}", acceptance(p[:, at], floor))
-        if self.scales:
-            free = self.backbone.states(batch.tokens, twins(batch.captions))[0]
-            free = self.heads.states(self.backbone, free.flatten(1, 2))
-            both = {n: torch.stack([x, self.heads.predict(free, e, n).to(x.dtype)]) for n, x in predicted.items()}
-            self._guided(torch.stack([h, free]), both)
-
-    def _guided(self, h: Tensor, predicted: Mapping[str, Tensor]) -> None:
-        """Acceptance as the decoder meets it: p and q mixed from the branches (2, B, T, D), with its top-k."""
-        k = self.top_k
-        for here, parts in self.objective.chunks.of(h.shape[1], self.terms.chunk, h.device):
-            logits = self.heads.logits(self.backbone, h[:, :, here])
-            for name, (of, there) in parts.items():
-                drafted = self.heads.logits(self.backbone, predicted[name][:, :, of])
                 for g in self.scales:
-                    p = probabilities(logits[:, :, there], g, top_k=k)
-                    self.add(f"{guided_name(g, k)}/{name}", acceptance(p, probabilities(drafted, g, top_k=k)))
+                    both = (probabilities(x, g, top_k=self.top_k) for x in (logits[:, :, at], drafted))
+                    self.add(f"{guided_name(g, self.top_k)}/{name}", acceptance(*both))
 
 
 class BackboneModule(_Module):
     """Trains a backbone on image tokens: cross-entropy over the image vocabulary, structure tokens being forced."""
 
     def __init__(self, backbone: Backbone, optim: OptimConfig) -> None:
-        super().__init__()
-        self.backbone, self.optim = backbone, optim
-        self.means = nn.ModuleDict({"backbone_nll": MeanMetric()})
+        super().__init__(optim, ["backbone_nll"])
+        self.backbone = backbone
 
     def score(self) -> float | None:
         return -self.figures["backbone_nll"] if self.figures else None

@@ -1,12 +1,15 @@
 """How a job is spread over processes: one device, DDP, DeepSpeed's ZeRO 1 to 3, or torch's fully_shard (FSDP).
 
 Whatever the strategy and the number of ranks, a checkpoint holds the same: every trained weight whole and in fp32,
-AdamW's moments whole and by name, and what Lightning keeps beside them. So each strategy says how it gathers and how it
-deals out again, and nothing else knows of shards. ZeRO runs on CPU ranks too (gloo), which Lightning's own strategy
+AdamW's moments whole and by name, and what Lightning keeps beside them. So each strategy says how it gathers and
+scatters them, and nothing else knows of shards. ZeRO runs on CPU ranks too (gloo), which Lightning's own strategy
 refuses: that is the form the tests run.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,8 +26,6 @@ def choose_devices(accelerator: str, devices: int) -> tuple[str, int]:
 
     Raises ValueError if GPUs are asked for that are not there.
     """
-    import os
-
     if accelerator not in ("auto", "cpu", "gpu"):
         raise ValueError(f"trainer.accelerator is {accelerator!r}; use auto, cpu or gpu")
     found = torch.cuda.device_count()
@@ -64,7 +65,11 @@ def choose_strategy(name: str, accelerator: str) -> "Strategy":
 
 
 class Whole(Strategy):
-    """Gathers weights and moments whole, and writes and reads them as one file."""
+    """Gathers weights and moments whole, and writes and reads them as one file: of plain parameters and of DTensors,
+    which fully_shard makes."""
+
+    restore_checkpoint_after_setup = True
+    lightning_restore_optimizer = True
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of what is trained, named as in the module."""
@@ -83,20 +88,20 @@ class Whole(Strategy):
 
     def gather_weight(self, parameter: nn.Parameter) -> Tensor:
         """The whole weight, fp32; called on all ranks."""
-        return parameter.detach().float()
+        return _full(parameter.detach()).float()
 
     def gather_moment(self, parameter: nn.Parameter, key: str) -> Tensor:
-        return self.adam.state[parameter][key].float()
+        return _full(self.adam.state[parameter][key]).float()
 
-    def deal_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def scatter_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Each rank takes its part of the whole weight."""
-        parameter.data.copy_(value)
+        parameter.data.copy_(_like(value, parameter))
 
-    def deal_moments(self, parameter: nn.Parameter, values: Mapping[str, Tensor], step: float) -> None:
+    def scatter_moments(self, parameter: nn.Parameter, values: Mapping[str, Tensor], step: float) -> None:
         state = self.adam.state[parameter]
         state["step"] = torch.tensor(step)
         for key in MOMENTS:
-            state[key] = values[key].to(parameter.device, parameter.dtype, copy=True)
+            state[key] = _like(values[key], parameter).to(parameter.device, parameter.dtype, copy=True)
 
     def stepped(self) -> float:
         """Optimizer steps taken."""
@@ -107,20 +112,18 @@ class Whole(Strategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """{name: whole fp32 weight on the CPU} of what is trained; empty on other ranks than 0. Called on all ranks."""
-        return self._collect((name, self.gather_weight(p)) for name, p in self.trained())
+        return self._collect(self.gather_weight)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         step = self.stepped()
-        moments: dict[str, dict[str, Tensor]] = {key: {} for key in MOMENTS}
-        if step:
-            for key in MOMENTS:
-                moments[key] = self._collect((name, self.gather_moment(p, key)) for name, p in self.trained())
+        moments = {key: self._collect(partial(self.gather_moment, key=key)) if step else {} for key in MOMENTS}
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.adam.param_groups]
         return {"step": step, "moments": moments, "groups": groups}
 
-    def _collect(self, pairs: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def _collect(self, gather: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
         found = {}
-        for name, tensor in pairs:  # every rank gathers, rank 0 keeps
+        for name, parameter in self.trained():
+            tensor = gather(parameter)  # every rank gathers, rank 0 keeps
             if self.is_global_zero:
                 found[name] = tensor.to("cpu", copy=True)
         return found
@@ -134,19 +137,11 @@ class Whole(Strategy):
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.trained()}
         return read_resumable(checkpoint_path, shapes)
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Strict, whatever Lightning asks: `load_checkpoint` has compared names and shapes."""
         with torch.no_grad():
             for name, parameter in self.trained():
-                self.deal_weight(parameter, checkpoint["state_dict"][name])
+                self.scatter_weight(parameter, checkpoint["state_dict"][name])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         (saved,) = checkpoint["optimizer_states"]
@@ -156,7 +151,7 @@ class Whole(Strategy):
             return
         with torch.no_grad():
             for name, parameter in self.trained():
-                self.deal_moments(parameter, {key: saved["moments"][key][name] for key in MOMENTS}, saved["step"])
+                self.scatter_moments(parameter, {key: saved["moments"][key][name] for key in MOMENTS}, saved["step"])
 
 
 class OneDevice(Whole, SingleDeviceStrategy):  # type: ignore[misc]
@@ -184,18 +179,6 @@ class FSDP(Whole, DDPStrategy):  # type: ignore[misc]
         for part in cast(Any, self.lightning_module).parts():
             fully_shard(part, mesh=mesh, reshard_after_forward=True)
 
-    def gather_weight(self, parameter: nn.Parameter) -> Tensor:
-        return _full(parameter.detach()).float()
-
-    def gather_moment(self, parameter: nn.Parameter, key: str) -> Tensor:
-        return _full(self.adam.state[parameter][key]).float()
-
-    def deal_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
-        parameter.data.copy_(_like(value, parameter))
-
-    def deal_moments(self, parameter: nn.Parameter, values: Mapping[str, Tensor], step: float) -> None:
-        super().deal_moments(parameter, {k: _like(v, parameter) for k, v in values.items()}, step)
-
 
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -217,9 +200,6 @@ class Zero(Whole, DeepSpeedStrategy):  # type: ignore[misc]
     strategy_name = "zero_whole"
 
     def __init__(self, stage: int, gpu: bool) -> None:
-        import logging
-        import os
-
         if not gpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it had to guess
         super().__init__(
@@ -283,7 +263,7 @@ class Zero(Whole, DeepSpeedStrategy):  # type: ignore[misc]
 
         return safe_get_full_optimizer_state(parameter, key)
 
-    def deal_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def scatter_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
         from deepspeed import zero
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
@@ -297,7 +277,7 @@ class Zero(Whole, DeepSpeedStrategy):  # type: ignore[misc]
                 parameter.data.copy_(value)
         safe_set_local_fp32_param(parameter, self._local(parameter, value))
 
-    def deal_moments(self, parameter: nn.Parameter, values: Mapping[str, Tensor], step: float) -> None:
+    def scatter_moments(self, parameter: nn.Parameter, values: Mapping[str, Tensor], step: float) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         for key in MOMENTS:
@@ -324,7 +304,7 @@ class Zero(Whole, DeepSpeedStrategy):  # type: ignore[misc]
         return super().optimizer_state(optimizer)
 
     def _link(self) -> None:
-        """Tell each parameter where its moments lie. DeepSpeed does so behind the first group's first step only, when
+        """Tell each parameter where its moments lie. DeepSpeed does so only after the first group's first step, when
         the other groups have none yet."""
         if self.stage < 3:
             self.zero._hp_optimizer_states_linked = False

@@ -42,7 +42,7 @@ def step_parts(
     batch = next(iter(data.train_dataloader())).to(device)
     heads = copy.deepcopy(module.heads).train()
     twin = HeadsModule(module.backbone, heads, module.optim, loss=module.terms)
-    optimizer = adamw([p for p in heads.parameters() if p.requires_grad], module.optim, 100)["optimizer"]
+    optimizer = adamw(heads, module.optim, 100)["optimizer"]
     context: Callable[[], Any] = module.trainer.precision_plugin.forward_context
 
     def frozen() -> tuple[torch.Tensor, torch.Tensor]:
