@@ -213,7 +213,9 @@ class TestWhatIsRefused:
     def test_a_file_cut_short_names_itself_and_leaves_nothing(self, trained: Path, tmp_path: Path) -> None:
         data = pick_checkpoint(trained).read_bytes()
         (tmp_path / step_file(4)).write_bytes(data[: len(data) // 2])
-        with pytest.raises(ValueError, match=r"step-00000004\.ckpt cannot be read .*; delete it to go on from the one"):
+        with pytest.raises(
+            ValueError, match=r"step-00000004\.ckpt cannot be read .*; delete it to resume from the one"
+        ):
             export(tmp_path / step_file(4), tmp_path / "heads")
         assert not (tmp_path / "heads").exists()
 

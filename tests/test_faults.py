@@ -118,7 +118,7 @@ def test_a_signal_saves_the_step_and_the_same_command_goes_on_bit_for_bit(
     assert read_checkpoint(file)["global_step"] == 7
     monkeypatch.setattr(build, "callbacks", callbacks)
     fit(world.overrides(tmp_path / "run", **LONG))
-    assert "going on from step 7: weights, moments, learning rate, place in the data" in capsys.readouterr().out
+    assert "resuming from step 7: weights, moments, learning rate, place in the data" in capsys.readouterr().out
     names = [tmp_path / n / "heads" / "model.safetensors" for n in ("whole", "run")]
     assert names[0].read_bytes() == names[1].read_bytes()
 

@@ -143,7 +143,7 @@ def test_the_same_recipe_goes_on_and_a_finished_run_says_so(tmp_path: Path) -> N
     assert folder.last_checkpoint() == tmp_path / "run" / "checkpoints" / "step-1000000000.ckpt"
     folder.finish({"acceptance": 0.5})
     assert folder.claim(RECIPE, "auto", False) is True
-    assert folder.metrics() == {"acceptance": 0.5}
+    assert read_json(folder.path / "metrics.json") == {"acceptance": 0.5}
 
 
 def test_a_run_of_another_recipe_is_refused_with_the_difference(tmp_path: Path) -> None:

@@ -21,12 +21,10 @@ FORMAT = 1
 BEST = "best.ckpt"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 HELD = {"state_dict": dict, "global_step": int, "figures": dict, "origin": dict, "heads": (dict, None)}
-RESUMED = {
-    **{"optimizer_states": [dict, 1], "lr_schedulers": [dict, 1], "rng": [list, None], "world": int},
-    **dict.fromkeys(("loops", "callbacks", "TokenDataModule"), dict),
-}
+RESUMED = {"optimizer_states": [dict, 1], "lr_schedulers": [dict, 1], "rng": [list, None], "world": int}
+RESUMED |= dict.fromkeys(("loops", "callbacks", "TokenDataModule"), dict)
 COUNTS = {"broken": int, "skipped": int, "samples": dict}
-"""What read_fields holds a checkpoint to: all of them, those that a run is taken up from, and their counts."""
+"""Fields and types that read_fields checks: of every checkpoint, of one that a run resumes from, and of its counts."""
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -35,7 +33,7 @@ def write_checkpoint(checkpoint: dict[str, Any], path: str | Path) -> None:
         if not torch.isfinite(tensor).all():
             raise ValueError(
                 f"{name} is not finite at step {checkpoint['global_step']}; nothing is saved, the last checkpoint "
-                "stands: take it up with a lower optim.lr or with trainer.clip set"
+                "stands: resume from it with a lower optim.lr or with trainer.clip set"
             )
     with atomic(path) as temporary:
         torch.save({"format": FORMAT, **checkpoint}, temporary)
@@ -49,7 +47,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"checkpoint {path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # torch raises what its unpickler and its zip reader raise
         raise ValueError(
-            f"checkpoint {path} cannot be read ({str(error).splitlines()[0]}); delete it to go on from the one before"
+            f"checkpoint {path} cannot be read ({str(error).splitlines()[0]}); delete it to resume from the one before"
         ) from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is no checkpoint of this version (format {FORMAT})")
@@ -61,7 +59,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def read_resumable(path: str | Path, trained: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """A checkpoint that a run with weights of these names and shapes can be taken up from. Raises ValueError."""
+    """A checkpoint that a run with weights of these names and shapes can resume from. Raises ValueError."""
     found = read_checkpoint(path)
     read_fields(found, path, RESUMED | {"rng": [list, found.get("world")]})
     if found.get("heads"):

@@ -15,6 +15,7 @@ import yaml
 from draftgrid.common.cli import key, main
 from draftgrid.common.files import read_fields
 from draftgrid.common.settings import one_of
+from draftgrid.common.table import markdown
 from draftgrid.heads.mtp import MTPHeads
 from draftgrid.heads.pretrained import EXPORTED
 from draftgrid.heads.weights import check_tensors
@@ -24,14 +25,14 @@ from draftgrid.training.checkpoint import pick_checkpoint, read_checkpoint
 @dataclass
 class ExportConfig:
     checkpoint: str = key("runs/emoji_chain", "a run folder, its checkpoints/, or one .ckpt file")
-    which: str = key("last", "last or best (by mean acceptance in validation), where a folder is named")
+    which: str = key("last", "of a folder's checkpoints: last, or best (by mean acceptance in validation)")
     out: str = key("", "folder for the heads; '' = heads beside the checkpoints")
     overwrite: bool = key(False, "replace what lies in out")
-    smoke: bool = key(False, "nothing here takes long: changes nothing")
+    smoke: bool = key(False, "changes nothing: an export takes seconds")
 
 
 def load_heads(checkpoint: dict[str, Any], where: str) -> MTPHeads:
-    """The heads of a checkpoint, with weights, card and recipe. Raises ValueError if it is not one of heads, whole."""
+    """The heads of a checkpoint, with weights, card and recipe. Raises ValueError if it is no whole one of heads."""
     if not checkpoint.get("heads"):
         raise ValueError(f"{where} is a checkpoint of a backbone (task=backbone), not of heads")
     heads = MTPHeads.from_description(checkpoint["heads"], where)
@@ -88,9 +89,7 @@ def model_card(heads: MTPHeads, checkpoint: dict[str, Any], recipe: dict[str, An
             "",
             "Held-out figures (acceptance = sum of min(p, q); uncertain: positions with H(p) >= 0.5 nats):",
             "",
-            "| offset | acceptance | uncertain | Smooth-L1 | cosine |",
-            "|---|---|---|---|---|",
-            *("| " + " | ".join(row) + " |" for row in rows),
+            *markdown([["offset", "acceptance", "uncertain", "Smooth-L1", "cosine"], *rows]),
             "",
             f"Training data: `{data.get('source') or data.get('dir') or '?'}`, sha256 of its shards "
             f"`{origin.get('data', '?')}`.",

@@ -14,6 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+
 T = TypeVar("T")
 STRATEGIES = ("auto", "ddp", "deepspeed_1", "deepspeed_2", "deepspeed_3", "fsdp")
 SILENCE = timedelta(minutes=30)
@@ -56,9 +59,6 @@ def launch(devices: int, nodes: int) -> None:
 @contextmanager
 def group(gpu: bool) -> Iterator[None]:
     """The process group of this launch, if there is more than one process; taken down at the end."""
-    import torch
-    import torch.distributed as dist
-
     if world() > 1:
         if gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -76,8 +76,6 @@ def group(gpu: bool) -> Iterator[None]:
 
 def alone(gpu: bool) -> None:
     """A group of the one process there is, if there is none: strategies for many need it all the same."""
-    import torch.distributed as dist
-
     if not dist.is_initialized():
         for name in ("RANK", "LOCAL_RANK"):  # DeepSpeed asks for them
             os.environ.setdefault(name, "0")
@@ -88,11 +86,13 @@ def _backend(gpu: bool) -> str:
     return "cpu:gloo,cuda:nccl" if gpu else "gloo"
 
 
+def _joined() -> bool:
+    return world() > 1 and dist.is_initialized()
+
+
 def on_rank_zero(call: Callable[[], T]) -> T:
     """Call on rank 0 and give all ranks what it returned. If it raises, the others end silently with exit code 2."""
-    import torch.distributed as dist
-
-    if world() == 1 or not dist.is_initialized():
+    if not _joined():
         return call()
     shared: list[Any] = [None, False]
     if dist.get_rank() == 0:
@@ -109,10 +109,7 @@ def on_rank_zero(call: Callable[[], T]) -> T:
 
 def any_rank(flag: bool) -> bool:
     """True on all ranks if it is on one; for a flag that is no tensor of the model."""
-    import torch
-    import torch.distributed as dist
-
-    if world() == 1 or not dist.is_initialized():
+    if not _joined():
         return flag
     found = torch.tensor([flag], dtype=torch.int32)
     dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -121,9 +118,7 @@ def any_rank(flag: bool) -> bool:
 
 def gather(value: T) -> list[T]:
     """The value of every rank, on every rank."""
-    import torch.distributed as dist
-
-    if world() == 1 or not dist.is_initialized():
+    if not _joined():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

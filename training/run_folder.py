@@ -4,13 +4,14 @@
 run as finished.
 """
 
+import difflib
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from draftgrid.common.environment import environment
-from draftgrid.common.files import read_json, write_json, write_text
+from draftgrid.common.files import write_json, write_text
 from draftgrid.training.checkpoint import saved_steps
 
 MADE = ("metrics.json", "checkpoints", "heads", "backbone", "image_tokenizer")
@@ -23,15 +24,14 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
 
     def claim(self, recipe: str, resume: str, overwrite: bool) -> bool:
-        """Take the folder for this resolved recipe. True if the run in it is already finished.
+        """Take the folder for this resolved recipe. True if the run in it is finished.
 
         Raises ValueError if a run of another recipe lies there, or any run with resume=never.
         """
         config = self.path / "config.yaml"
         if overwrite and config.is_file():
             self._set_aside()
-        begun = any((self.path / name).exists() for name in MADE)
-        if config.is_file() and begun:
+        if config.is_file() and self._begun():
             theirs = config.read_text(encoding="utf-8")
             if theirs != recipe:
                 raise ValueError(
@@ -48,6 +48,9 @@ class RunFolder:
             raise ValueError(f"out={self.path} is a folder with other files in it; choose an empty or new one")
         write_text(config, recipe)
         return False
+
+    def _begun(self) -> bool:
+        return any((self.path / name).exists() for name in MADE)
 
     def _set_aside(self) -> None:
         """Move what the folder holds into .old; the folder itself stays, for it may be a link."""
@@ -66,7 +69,7 @@ class RunFolder:
         return self.path / ".old"
 
     def release(self) -> None:
-        """Undo the claim of a start that failed before it made anything; a run set aside for it is put back."""
+        """Undo the claim of a start that failed before it made anything, and put back the run set aside for it."""
         if self.old.is_dir():
             for item in self.path.iterdir():
                 if item != self.old:
@@ -75,21 +78,17 @@ class RunFolder:
                 item.rename(self.path / item.name)
             self.old.rmdir()
             return
-        if any((self.path / name).exists() for name in MADE):
-            return
-        (self.path / "config.yaml").unlink(missing_ok=True)
-        if self.path.is_dir() and not any(self.path.iterdir()):
-            self.path.rmdir()
+        if not self._begun():
+            (self.path / "config.yaml").unlink(missing_ok=True)
+            if self.path.is_dir() and not any(self.path.iterdir()):
+                self.path.rmdir()
 
     def record(self) -> None:
-        """Write run.json: command, versions, machine, git revision."""
+        """Write run.json: command, versions, machine and git revision."""
         write_json(self.path / "run.json", {"command": sys.argv, **environment()})
 
     def finish(self, metrics: dict[str, Any]) -> None:
         write_json(self.path / "metrics.json", metrics)
-
-    def metrics(self) -> dict[str, Any]:
-        return read_json(self.path / "metrics.json")
 
     def last_checkpoint(self) -> Path | None:
         """The newest checkpoint; None before the first."""
@@ -98,7 +97,5 @@ class RunFolder:
 
 
 def _difference(theirs: str, mine: str) -> str:
-    import difflib
-
     lines = [d for d in difflib.ndiff(theirs.splitlines(), mine.splitlines()) if d[:1] in "+-"]
     return ", ".join(" ".join(d.split()) for d in lines[:3])

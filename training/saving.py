@@ -1,7 +1,7 @@
 """When a run saves: every `save_every` steps, when its hours are up, when it is told to stop, at the end, and the best.
 
-All of a step, its validation included, is done before it is saved. A signal or a full clock on one rank stops all of
-them behind the same step.
+All of a step, its validation included, is done before it is saved. When one rank gets a signal or its hours are up, all
+ranks stop after the same step.
 """
 
 import copy
@@ -23,25 +23,17 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):
-    """The run was told to stop and has saved; the same command goes on."""
+    """The run was told to stop and has saved; the same command resumes it."""
 
     def __init__(self, step: int, reason: str, code: int) -> None:
-        super().__init__(f"stopped at step {step} ({reason}) and saved; the same command goes on")
+        super().__init__(f"stopped at step {step} ({reason}) and saved; the same command resumes it")
         self.code = code
 
 
 class Saver(Callback):
-    def __init__(
-        self,
-        folder: RunFolder,
-        every: int,
-        keep: int = 2,
-        hours: float = 0.0,
-        begun: float | None = None,
-    ) -> None:
+    def __init__(self, folder: RunFolder, every: int, keep: int, hours: float, begun: float) -> None:
         """Saves into `folder` and keeps the newest `keep`; `hours` (0 = no end) count from time.monotonic() `begun`."""
-        self.folder, self.every, self.keep, self.hours = folder, every, keep, hours
-        self.begun = time.monotonic() if begun is None else begun
+        self.folder, self.every, self.keep, self.hours, self.begun = folder, every, keep, hours, begun
         self.best: float | None = None
         self.signal: int | None = None
         self.step, self.saved = 0, 0
@@ -64,14 +56,14 @@ class Saver(Callback):
         self._before = {}
 
     def _told(self, number: int, _: FrameType | None) -> None:
-        """The first signal asks for a stop; a second one is not waited for."""
+        """The first signal asks for a stop; a second one ends the process at once."""
         self.signal = number
         signal.signal(number, self._before.get(number) or signal.SIG_DFL)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step > self.step:
             self.step = trainer.global_step
-            # Lightning's counters as they stand here are what its loops go on from, not those of a later moment.
+            # Lightning's loops resume from their counters as they stand here, not from those of a later moment.
             self._loops = copy.deepcopy(trainer._checkpoint_connector._get_loops_state_dict())
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
@@ -79,8 +71,7 @@ class Saver(Callback):
             _set_rng(self._rng.pop())
         if self.step == self.saved:
             return
-        hours = (time.monotonic() - self.begun) / 3600
-        over = bool(self.hours) and hours >= self.hours
+        over = 0 < self.hours <= (time.monotonic() - self.begun) / 3600
         stop = ranks.any_rank(over or self.signal is not None)
         if stop or self.step % self.every == 0:
             self.save(trainer)
@@ -124,11 +115,11 @@ class Saver(Callback):
             self._rng = [checkpoint["rng"][trainer.global_rank]]
             carried += " and random state"
         if trainer.is_global_zero:
-            print(f"going on from step {self.step}: {carried}")
+            print(f"resuming from step {self.step}: {carried}")
             if there != here:
                 print(
-                    f"written by {there} ranks, taken up by {here}: a step now has {here}/{there} of the pictures; "
-                    "random state starts anew"
+                    f"written by {there} ranks, resumed by {here}: a step now has {here}/{there} of the pictures, and "
+                    "the random state is not resumed"
                 )
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,7 +141,7 @@ def _set_rng(states: list[torch.Tensor]) -> None:
 
 
 class ValidateLast(Callback):
-    """Validation behind the very last step too, whatever the interval: an export comes with its own figures."""
+    """Validates after the very last step too, whatever the interval: an export comes with its own figures."""
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
