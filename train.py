@@ -37,7 +37,7 @@ def run(config: TrainConfig) -> None:
     with ranks.group(gpu=accelerator == "gpu"):
         if ranks.on_rank_zero(lambda: claim(folder, config)):
             if ranks.rank_zero():
-                print(f"finished before: {folder.path} (overwrite=true starts anew)")
+                print(f"finished before: {folder.path} (overwrite=true starts over)")
             return
         try:
             job = build(config, folder)

@@ -12,10 +12,6 @@ class DecodingConfig:
     guidance: float = key(1.0, "guidance scale the heads are for: of the sheet, of validation, of pictures on the way")
     top_k: int = key(0, "of all drawing: keep the k most likely tokens; 0 = all", least=0)
 
-    def check(self) -> None:
-        """Raises ValueError naming the field."""
-        check_ranges(self, "decoding.")
-
 
 @dataclass
 class EvaluateConfig:

@@ -20,7 +20,7 @@ class HeadsConfig:
     )
     target: str = key(
         "h_pre",
-        "what a head reads and predicts: h_pre (state before the final norm), h_post (behind it), "
+        "what a head reads and predicts: h_pre (state before the final norm), h_post (after it), "
         "token (as h_pre, but trained on the true token alone)",
     )
     right: int = key(5, "kind=offsets: heads to the right, 1 .. right cells", least=0)
@@ -68,10 +68,6 @@ class OptimConfig:
     final: float = key(0.05, "last learning rate, as a share of the peak", least=0, most=1)
     weight_decay: float = key(0.01, "on matrices, not on norms", least=0)
     beta2: float = key(0.99, "AdamW's second-moment decay", least=0, most=1)
-
-    def check(self) -> None:
-        """Raises ValueError naming the field."""
-        check_ranges(self, "optim.")
 
 
 @dataclass

@@ -426,7 +426,7 @@ class TestBadInput:
             ({"trainer.steps": 0}, "trainer.steps is 0; use a finite number of at least 1"),
             ({"trainer.steps": "many"}, "trainer.steps is 'many'; it must be of type int"),
             ({"trainer.precision": "bf16"}, "trainer.precision is 'bf16'; use one of auto, 32-true"),
-            ({"task": "body"}, "task is 'body'; use heads or backbone"),
+            ({"task": "body"}, "task is 'body'; use one of heads, backbone"),
             ({"trainer.accelerator": "gpu"}, "GPU"),
             ({"data.dir": "nowhere"}, "nowhere/train holds no token shards.* data.encode"),
             ({"backbone.checkpoint": "nowhere"}, "'nowhere' is neither a folder nor a shipped checkpoint"),

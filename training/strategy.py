@@ -26,8 +26,6 @@ def choose_devices(accelerator: str, devices: int) -> tuple[str, int]:
 
     Raises ValueError if GPUs are asked for that are not there.
     """
-    if accelerator not in ("auto", "cpu", "gpu"):
-        raise ValueError(f"trainer.accelerator is {accelerator!r}; use auto, cpu or gpu")
     found = torch.cuda.device_count()
     if accelerator == "auto":
         accelerator = "gpu" if found else "cpu"

@@ -3,8 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 
 import lightning as L
@@ -22,6 +20,7 @@ from draftgrid.heads.mtp import new_heads
 from draftgrid.heads.tokenizers import ImageTokenizer, PatchVQ, load_tokenizer
 from draftgrid.recipes.launch.schema import TrainConfig
 from draftgrid.recipes.launch.trainer import StepTimer, callbacks, make_trainer, quiet
+from draftgrid.recipes.plan.subject import new_backbone
 from draftgrid.training import ranks
 from draftgrid.training.checkpoint import BEST, read_checkpoint
 from draftgrid.training.module import BackboneModule, HeadsModule
@@ -29,32 +28,14 @@ from draftgrid.training.ranks import rank_zero, wait_for
 from draftgrid.training.run_folder import RunFolder
 from draftgrid.training.strategy import choose_devices, choose_precision
 
-HOW = (
-    "resume",
-    "overwrite",
-    "out",
-    "plan",
-    "assume",
-    "backbone.local_files_only",
-    "data.workers",
-    "data.cache",
-    "data.cache_gb",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "trainer.strategy",
-    "trainer.threads",
-    "trainer.compile",
-    "trainer.save_every",
-    "trainer.keep",
-    "trainer.max_hours",
-    "trainer.max_skipped",
-    "evaluate.eval_every",
-    "evaluate.images",
-    "evaluate.prompts",
-    "evaluate.decoders",
-    "evaluate.batch_size",
-)
-"""Keys that may differ when a run is taken up again."""
+HOW = {
+    "": "resume overwrite out plan assume",
+    "backbone": "local_files_only",
+    "data": "workers cache cache_gb",
+    "trainer": "devices num_nodes strategy threads compile save_every keep max_hours max_skipped",
+    "evaluate": "eval_every images prompts decoders batch_size",
+}
+"""Keys, by section, that may differ when a run is resumed."""
 TABLE_SAMPLES = 4000
 TABLE_CODES = 4096
 """Largest codebook for which a dense count table is made."""
@@ -71,9 +52,9 @@ class Job:
 def resolved(config: TrainConfig) -> str:
     """The recipe as YAML, without the keys that say how to run it and not what is run."""
     value = asdict(config)
-    for name in HOW:
-        *sections, last = name.split(".")
-        reduce(getitem, sections, value).pop(last)
+    for section, names in HOW.items():
+        for name in names.split():
+            (value[section] if section else value).pop(name)
     return yaml.safe_dump(value, sort_keys=False)
 
 
@@ -93,7 +74,7 @@ def shrink(config: TrainConfig) -> None:
     config.data.copies, config.sheet.images = 1, min(config.sheet.images, 2)
     config.evaluate.eval_every = min(config.evaluate.eval_every, 2)
     config.evaluate.images = min(config.evaluate.images, 2)
-    if config.data.source:  # else the shards are there, and encoded they would be anew
+    if config.data.source:  # without one the shards are there already
         config.data.dir += "_smoke"
 
 
@@ -153,7 +134,7 @@ def prepare_data(
 
 
 def build(config: TrainConfig, folder: RunFolder) -> Job:
-    """Load, check everything that can be checked, and hand out the pieces. Raises ValueError before a step is made."""
+    """Load everything and check what can be checked. Raises ValueError before the first step."""
     begun = time.monotonic()
     quiet()
     if config.task == "heads" and config.sheet.images:
@@ -169,12 +150,12 @@ def build(config: TrainConfig, folder: RunFolder) -> Job:
             f"sheet.images is {config.sheet.images} and evaluate.eval_every {config.evaluate.eval_every}, but the "
             "image tokenizer has no pixel decoder: set both to 0, or backbone.tokenizer to one that has"
         )
-    make = build_heads if config.task == "heads" else build_backbone
     backbone = make_backbone(config, tokenizer, devices[0])
     grid = (backbone.grid.height, backbone.grid.width)
     backbone.check_codes(tokenizer.codebook_size)
     prepare_data(config, sources, tokenizer, grid, devices[0])
     data = TokenDataModule(config.data, tokenizer.fingerprint, grid, config.seed)
+    make = build_heads if config.task == "heads" else build_backbone
     module, finish = make(config, folder, backbone, tokenizer, data)
     timer = StepTimer(begun)
     module.origin = {"recipe": resolved(config), "data": data.digest}  # type: ignore[assignment]
@@ -187,7 +168,7 @@ def build(config: TrainConfig, folder: RunFolder) -> Job:
 def make_backbone(config: TrainConfig, tokenizer: ImageTokenizer, accelerator: str) -> Backbone:
     b = config.backbone
     if config.task == "heads":
-        # A frozen model gains nothing from fp32 where the arithmetic is bf16: half the memory.
+        # A frozen model gains nothing from fp32 where the arithmetic is bf16, which takes half the memory.
         half = accelerator == "gpu" and choose_precision(config.trainer.precision, accelerator) != "32-true"
         return load_backbone(
             b.place,
@@ -196,11 +177,7 @@ def make_backbone(config: TrainConfig, tokenizer: ImageTokenizer, accelerator: s
             dtype=torch.bfloat16 if half else torch.float32,
             local_files_only=b.local_files_only,
         )
-    from draftgrid.heads.backbones.emu3_new import new_emu3
-
-    source = open_source(config.data.source)
-    captions = [i.caption for i in source.take("train", range(source.count("train")))]
-    return new_emu3(captions, tokenizer.codebook_size, tuple(b.grid), b.size, config.seed)  # type: ignore[arg-type]
+    return new_backbone(config, tokenizer.codebook_size)
 
 
 def build_backbone(
@@ -276,17 +253,13 @@ def build_heads(
 
 def how_to(config: TrainConfig, folder: RunFolder, out: Path) -> str:
     """Where everything is, and the Python that loads the heads."""
-    lines = ["", f"heads:    {out}", f"figures:  {folder.path / 'metrics.json'}"]
-    if config.sheet.images:
-        lines.append(f"pictures: {folder.path / 'sheet.png'}")
+    pictures = f"pictures: {folder.path / 'sheet.png'}\n" if config.sheet.images else ""
     adapter = f', adapter="{config.backbone.adapter}"' if ":" in config.backbone.adapter else ""
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "    from draftgrid import MTPHeads, load_backbone",
-            f'    backbone = load_backbone("{config.backbone.place}"{adapter})',
-            f'    heads = MTPHeads.from_pretrained("{out}", backbone)',
-            "",
-        ]
-    )
+    return f"""
+heads:    {out}
+figures:  {folder.path / "metrics.json"}
+{pictures}
+    from draftgrid import MTPHeads, load_backbone
+    backbone = load_backbone("{config.backbone.place}"{adapter})
+    heads = MTPHeads.from_pretrained("{out}", backbone)
+"""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftgrid.common.cli import check_ranges, key
+from draftgrid.common.settings import one_of
 from draftgrid.data.config import StreamConfig
 from draftgrid.eval.config import DecodingConfig, EvaluateConfig
 from draftgrid.heads.config import Emu3Size, HeadsConfig, LossConfig, OptimConfig
@@ -12,7 +13,6 @@ from draftgrid.training.ranks import STRATEGIES
 
 RECIPES = Path(__file__).parent.parent
 DEFAULT = "emoji_chain"
-PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true")
 
 
 @dataclass
@@ -55,10 +55,8 @@ class TrainerConfig:
     validate_every: int = key(200, "steps between validations", least=1)
     save_every: int = key(100, "steps between checkpoints", least=1)
     keep: int = key(2, "newest checkpoints that are kept, beside the best", least=1)
-    max_hours: float = key(0.0, "save and end after so many hours; the same command goes on. 0 = never", least=0)
-    max_skipped: float = key(
-        0.01, "share of samples without finite states or loss that a run puts up with", least=0, most=1
-    )
+    max_hours: float = key(0.0, "save and stop after so many hours; the same command resumes. 0 = never", least=0)
+    max_skipped: float = key(0.01, "share of samples that may give no finite states or loss", least=0, most=1)
     compile: bool = key(False, "compile the heads with torch.compile")
     threads: int = key(0, "CPU threads; 0 = torch's own choice", least=0)
 
@@ -79,13 +77,9 @@ class AssumeConfig:
     bandwidth: float = key(4.8e12, "plan=true: bytes/s a GPU reads from its memory (H200)", above=0)
     prompt_tokens: int = key(64, "plan=true: tokens of a prompt, header included", least=1)
     acceptance: list[float] = key(
-        [0.5, 0.7, 0.9], "plan=true: chances of a draft to be accepted by an exact decoder", least=0, most=1
+        [0.5, 0.7, 0.9], "plan=true: chances that an exact decoder accepts a draft", least=0, most=1
     )
     window: int = key(16, "plan=true: positions ssd_coupled has in flight", least=1)
-
-    def check(self) -> None:
-        """Raises ValueError naming the field."""
-        check_ranges(self, "assume.")
 
 
 @dataclass
@@ -93,8 +87,8 @@ class TrainConfig:
     recipe: str = key(DEFAULT, "a shipped recipe's name, or a .yaml file of your own, which may have a `base:`")
     task: str = key("heads", "heads on a frozen backbone, or backbone (the demo's own)")
     out: str = key("", "run folder; '' = runs/RECIPE")
-    resume: str = key("auto", "auto: go on where the run in out stopped; never: refuse if there is one")
-    overwrite: bool = key(False, "delete the run in out and start anew")
+    resume: str = key("auto", "auto: resume the run in out; never: refuse if there is one")
+    overwrite: bool = key(False, "delete the run in out and start over")
     smoke: bool = key(False, "2 steps, 2 pictures: does everything run?")
     plan: bool = key(False, "print parameters, memory, FLOPs, hours and expected speed-up; load and write nothing")
     seed: int = key(0, "of weights, data order and sampling", least=0)
@@ -118,14 +112,11 @@ class TrainConfig:
         """Cross-field checks. Raises ValueError naming the field, the value and what would be right."""
         check_ranges(self)
         t = self.trainer
-        if self.task not in ("heads", "backbone"):
-            raise ValueError(f"task is {self.task!r}; use heads or backbone")
-        if self.resume not in ("auto", "never"):
-            raise ValueError(f"resume is {self.resume!r}; use auto or never")
-        if t.precision not in PRECISIONS:
-            raise ValueError(f"trainer.precision is {t.precision!r}; use one of {', '.join(PRECISIONS)}")
-        if t.strategy not in STRATEGIES:
-            raise ValueError(f"trainer.strategy is {t.strategy!r}; use one of {', '.join(STRATEGIES)}")
+        one_of("task", self.task, ("heads", "backbone"))
+        one_of("resume", self.resume, ("auto", "never"))
+        one_of("trainer.accelerator", t.accelerator, ("auto", "cpu", "gpu"))
+        one_of("trainer.precision", t.precision, ("auto", "32-true", "bf16-mixed", "bf16-true"))
+        one_of("trainer.strategy", t.strategy, STRATEGIES)
         if self.task == "backbone" and (len(self.backbone.grid) != 2 or len(set(self.backbone.grid)) != 1):
             raise ValueError(
                 f"backbone.grid is {self.backbone.grid}; task=backbone needs [n, n], its pictures are square"
@@ -135,7 +126,7 @@ class TrainConfig:
                 f"trainer.validate_every is {t.validate_every}, more than the {t.steps} steps; "
                 "task=backbone keeps its best validated checkpoint"
             )
-        for part in (self.backbone, self.data, self.heads, self.loss, self.optim, self.decoding, self.assume):
+        for part in (self.backbone, self.data, self.heads, self.loss):
             part.check()
         self.evaluate.check(self.heads.kind)
         if self.evaluate.eval_every and self.task == "backbone":

@@ -27,7 +27,7 @@ class Subject:
     """None for task=backbone, which trains the backbone itself."""
     module: Any
     unread: int
-    """Weights of the checkpoint that drawing does not read: its picture tokenizer, and what an adapter lets go of."""
+    """Weights of the checkpoint that drawing does not read: its picture tokenizer, and what the adapter drops."""
 
     @property
     def trained(self) -> nn.Module:
@@ -37,10 +37,10 @@ class Subject:
 def load_subject(config: TrainConfig) -> Subject:
     """The recipe's modules without weights. Raises ValueError, saying what to set, if there is no checkpoint."""
     if config.task == "backbone":
-        return _new_backbone(config)
+        new = new_backbone(config, config.backbone.codes, "meta")
+        return Subject(new, None, BackboneModule(new, config.optim), 0)
     backbone, unread = _backbone(config.backbone)
     size = (backbone.grid.height, backbone.grid.width)
-    config.heads.check()
     with torch.device("meta"):
         heads = kind_of(config.heads.kind)(config.heads, TrainedOn(backbone.name, "", backbone.hidden_size, size))  # type: ignore[call-arg]
     lightning = HeadsModule(backbone, heads, config.optim, loss=config.loss)
@@ -76,16 +76,15 @@ def _backbone(b: BackboneConfig) -> tuple[Backbone, int]:
     return kind(model, None, name=name, **settings), whole - count(model)  # type: ignore[call-arg]
 
 
-def _new_backbone(config: TrainConfig) -> Subject:
-    """task=backbone: its vocabulary is the words of the captions."""
+def new_backbone(config: TrainConfig, codes: int, device: str = "cpu") -> Backbone:
+    """Of task=backbone: random weights, and the words of the captions as its vocabulary."""
     from draftgrid.data.sources import open_source
     from draftgrid.heads.backbones.emu3_new import new_emu3
 
     source = open_source(config.data.source)
     captions = [i.caption for i in source.take("train", range(source.count("train")))]
     b = config.backbone
-    backbone = new_emu3(captions, b.codes, tuple(b.grid), b.size, device="meta")  # type: ignore[arg-type]
-    return Subject(backbone, None, BackboneModule(backbone, config.optim), 0)
+    return new_emu3(captions, codes, (b.grid[0], b.grid[1]), b.size, config.seed, device=device)
 
 
 def count(module: nn.Module) -> int:
@@ -94,7 +93,7 @@ def count(module: nn.Module) -> int:
 
 
 def shapes(subject: Subject) -> Tensors:
-    """What `heads.memory` computes with."""
+    """What `memory` computes with."""
     layers = subject.backbone.layers
     inside = {id(p) for layer in layers for p in layer.parameters()}
     rest = [tuple(p.shape) for p in subject.backbone.parameters() if id(p) not in inside]
