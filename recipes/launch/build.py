@@ -1,8 +1,7 @@
 """From a resolved recipe to a job that can be fitted and finished. Imported by train.py alone."""
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import lightning as L
@@ -18,11 +17,10 @@ from draftgrid.heads.backbones import Backbone, load_backbone
 from draftgrid.heads.distributions import count_table
 from draftgrid.heads.mtp import new_heads
 from draftgrid.heads.tokenizers import ImageTokenizer, PatchVQ, load_tokenizer
+from draftgrid.recipes.launch.finish import Job
 from draftgrid.recipes.launch.schema import TrainConfig
 from draftgrid.recipes.launch.trainer import StepTimer, callbacks, make_trainer, quiet
 from draftgrid.recipes.plan.subject import new_backbone
-from draftgrid.training import ranks
-from draftgrid.training.checkpoint import BEST, read_checkpoint
 from draftgrid.training.module import BackboneModule, HeadsModule
 from draftgrid.training.ranks import rank_zero, wait_for
 from draftgrid.training.run_folder import RunFolder
@@ -39,14 +37,6 @@ HOW = {
 TABLE_SAMPLES = 4000
 TABLE_CODES = 4096
 """Largest codebook for which a dense count table is made."""
-
-
-@dataclass
-class Job:
-    trainer: L.Trainer
-    module: L.LightningModule
-    data: TokenDataModule
-    finish: Callable[[], None]
 
 
 def resolved(config: TrainConfig) -> str:
@@ -155,14 +145,17 @@ def build(config: TrainConfig, folder: RunFolder) -> Job:
     backbone.check_codes(tokenizer.codebook_size)
     prepare_data(config, sources, tokenizer, grid, devices[0])
     data = TokenDataModule(config.data, tokenizer.fingerprint, grid, config.seed)
-    make = build_heads if config.task == "heads" else build_backbone
-    module, finish = make(config, folder, backbone, tokenizer, data)
+    module: HeadsModule | BackboneModule
+    if config.task == "heads":
+        module = heads_module(config, backbone, data)
+    else:
+        module = BackboneModule(backbone, config.optim)
+    module.origin = {"recipe": resolved(config), "data": data.digest}
     timer = StepTimer(begun)
-    module.origin = {"recipe": resolved(config), "data": data.digest}  # type: ignore[assignment]
     trainer = make_trainer(config, folder, devices, [timer, *callbacks(config, folder, tokenizer, begun)])
     if trainer.is_global_zero:
         folder.record()
-    return Job(trainer, module, data, lambda: finish(trainer, timer))
+    return Job(config, folder, tokenizer, data, module, trainer, timer)
 
 
 def make_backbone(config: TrainConfig, tokenizer: ImageTokenizer, accelerator: str) -> Backbone:
@@ -180,31 +173,7 @@ def make_backbone(config: TrainConfig, tokenizer: ImageTokenizer, accelerator: s
     return new_backbone(config, tokenizer.codebook_size)
 
 
-def build_backbone(
-    config: TrainConfig, folder: RunFolder, backbone: Backbone, tokenizer: ImageTokenizer, data: TokenDataModule
-) -> tuple[L.LightningModule, Callable[[L.Trainer, StepTimer], None]]:
-    module = BackboneModule(backbone, config.optim)
-
-    def finish(trainer: L.Trainer, timer: StepTimer) -> None:
-        if not trainer.is_global_zero:
-            return
-        best = read_checkpoint(folder.checkpoints / BEST)
-        missing = module.load_state_dict(best["state_dict"], strict=False).missing_keys
-        assert not [name for name in missing if name in dict(module.named_parameters())], missing
-        out = folder.path / "backbone"
-        module.backbone.to(torch.bfloat16).save_pretrained(out)  # type: ignore[operator]
-        tokenizer.save_pretrained(out / "image_tokenizer")
-        nll, step = best["figures"]["backbone_nll"], best["global_step"]
-        seconds = {"total": timer.total(), "per_step": timer.median()}
-        folder.finish({"backbone_nll": nll, "best_step": step, "seconds": seconds})
-        print(f"held-out NLL {nll:.3f} nats a token at step {step}; backbone saved: {out}")
-
-    return module, finish
-
-
-def build_heads(
-    config: TrainConfig, folder: RunFolder, backbone: Backbone, tokenizer: ImageTokenizer, data: TokenDataModule
-) -> tuple[L.LightningModule, Callable[[L.Trainer, StepTimer], None]]:
+def heads_module(config: TrainConfig, backbone: Backbone, data: TokenDataModule) -> HeadsModule:
     heads = new_heads(config.heads, backbone, config.seed)
     tables = {}
     if backbone.image_vocab_size <= TABLE_CODES:
@@ -214,7 +183,7 @@ def build_heads(
     if config.trainer.compile:
         for part in heads.children():
             part.compile()
-    module = HeadsModule(
+    return HeadsModule(
         backbone,
         heads,
         config.optim,
@@ -225,41 +194,3 @@ def build_heads(
         max_skipped=config.trainer.max_skipped,
         top_k=config.decoding.top_k,
     )
-
-    def finish(trainer: L.Trainer, timer: StepTimer) -> None:
-        broken, skipped = (sum(ranks.gather(n)) for n in (module.broken, module.skipped))
-        if not trainer.is_global_zero:
-            return
-        from draftgrid.recipes.launch.finish import figures, sheet
-        from draftgrid.training.export import export
-
-        metrics = figures(module, data, timer.median(), config)
-        metrics |= {"broken_samples": broken, "skipped_samples": skipped}
-        last = folder.last_checkpoint()
-        assert last is not None
-        out = export(last, folder.path / "heads")
-        if config.sheet.images:
-            sheet(out, config, folder)
-        metrics["seconds"]["total"] = timer.total()
-        folder.finish(metrics)
-        if broken:
-            print(f"warning: {broken} broken samples were skipped; draftgrid verify dir=... names them")
-        if skipped:
-            print(f"warning: {skipped} samples gave no finite states or loss and were skipped")
-        print(how_to(config, folder, out))
-
-    return module, finish
-
-
-def how_to(config: TrainConfig, folder: RunFolder, out: Path) -> str:
-    """Where everything is, and the Python that loads the heads."""
-    pictures = f"pictures: {folder.path / 'sheet.png'}\n" if config.sheet.images else ""
-    adapter = f', adapter="{config.backbone.adapter}"' if ":" in config.backbone.adapter else ""
-    return f"""
-heads:    {out}
-figures:  {folder.path / "metrics.json"}
-{pictures}
-    from draftgrid import MTPHeads, load_backbone
-    backbone = load_backbone("{config.backbone.place}"{adapter})
-    heads = MTPHeads.from_pretrained("{out}", backbone)
-"""

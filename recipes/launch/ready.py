@@ -13,7 +13,7 @@ from draftgrid.heads.backbones.registry import families
 from draftgrid.heads.weights import HUB_ID
 from draftgrid.recipes.launch.schema import TrainConfig
 from draftgrid.recipes.plan.memory import held, layout
-from draftgrid.recipes.plan.subject import load_subject, shapes
+from draftgrid.recipes.plan.subject import count, load_subject, shapes
 from draftgrid.training import ranks
 from draftgrid.training.strategy import choose_devices, choose_precision
 
@@ -21,7 +21,7 @@ from draftgrid.training.strategy import choose_devices, choose_precision
 def check_machine(config: TrainConfig) -> None:
     """Raises ValueError: one sentence of all that is missing here, and what to set.
 
-    A hub id that is not in the cache is no fault while the hub may be asked, but is told beside one.
+    A hub id that is not in the cache is told of only beside another fault, or if the hub may not be asked.
     """
     missing, b, t = [], config.backbone, config.trainer
     need("tensorboard", use="a training's log")
@@ -33,24 +33,21 @@ def check_machine(config: TrainConfig) -> None:
         choose_devices(t.accelerator, t.devices)
     except ValueError as error:
         missing.append(str(error).replace("; set", ", set"))
-    if config.task == "heads" and not config.data.source and not is_url(config.data.dir):
-        absent = [s for s in ("train", "validation") if not (Path(config.data.dir) / s / MANIFEST).is_file()]
-        if absent:
-            missing.append(
-                f"{Path(config.data.dir) / absent[0]} holds no token shards, set data.dir=DIR to where data.encode "
-                "wrote train/ and validation/"
-            )
     if config.task == "heads":
+        sets = [Path(config.data.dir) / split for split in ("train", "validation")]
+        absent = [folder for folder in sets if not (folder / MANIFEST).is_file()]
+        if absent and not config.data.source and not is_url(config.data.dir):
+            missing.append(
+                f"{absent[0]} holds no token shards, set data.dir=DIR to where data.encode wrote train/ and validation/"
+            )
         try:
             find_checkpoint(b.place, local_files_only=True)
         except ValueError as error:
             if HUB_ID.fullmatch(b.place) is None:
                 missing.append(f"backbone.checkpoint {error}")
             elif missing or b.local_files_only:
-                missing.append(
-                    f"backbone.checkpoint={b.place} is not on this machine, set backbone.checkpoint=DIR unless it can "
-                    "be downloaded"
-                )
+                where = "set backbone.checkpoint=DIR unless it can be downloaded"
+                missing.append(f"backbone.checkpoint={b.place} is not on this machine, {where}")
     if missing:
         raise ValueError(f"recipe {config.recipe} cannot run here: {'; '.join(missing)}")
     if not b.adapter or b.adapter in families():
@@ -64,7 +61,8 @@ def check_memory(config: TrainConfig) -> None:
     """
     t, subject = config.trainer, load_subject(config)
     accelerator, devices = choose_devices(t.accelerator, t.devices)
-    strategy, precision = "ddp" if t.strategy == "auto" else t.strategy, choose_precision(t.precision, accelerator)
+    strategy = "ddp" if t.strategy == "auto" else t.strategy
+    precision = choose_precision(t.precision, accelerator)
     kept = held(shapes(subject), strategy, precision, max(ranks.world(), devices * t.num_nodes))
     grid = subject.backbone.grid
     states = 2 * config.data.batch_size * grid.positions * subject.backbone.hidden_size
@@ -75,7 +73,7 @@ def check_memory(config: TrainConfig) -> None:
         room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
     if least > room:
         raise ValueError(
-            f"{sum(p.numel() for p in subject.trained.parameters()):,} trained weights and data.batch_size="
+            f"{count(subject.trained):,} trained weights and data.batch_size="
             f"{config.data.batch_size} take at least {least / 1e9:,.1f} GB of each process, which has "
             f"{room / 1e9:,.1f}; use a smaller batch or fewer weights (heads.width, rank, cell; backbone.size)"
         )

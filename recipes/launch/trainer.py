@@ -1,9 +1,10 @@
-"""The Lightning Trainer of a run: loggers, callbacks, progress bar, and what libraries need not say."""
+"""The Lightning Trainer of a run: loggers, callbacks and progress bar; libraries' needless warnings are silenced."""
 
 import logging
 import os
 import time
 import warnings
+from statistics import median
 from typing import Any
 
 import lightning as L
@@ -19,7 +20,7 @@ from draftgrid.training.strategy import choose_precision, choose_strategy
 
 
 def quiet() -> None:
-    """Switch off, by name, what libraries say that is not so here or is no news to a user."""
+    """Switch off, by name, warnings of libraries that are not true here, or of no use to a user."""
     for message in (
         ".*in eval mode at the start of training.*",  # the frozen backbone: that is the point
         ".*your dataloader is not resumable.*",  # the stream resumes by its batch count, exactly
@@ -69,7 +70,7 @@ def make_trainer(
 
 
 def callbacks(config: TrainConfig, folder: RunFolder, tokenizer: ImageTokenizer, begun: float) -> list[Callback]:
-    """What looks at a run from outside: validation at its end, pictures on the way, and checkpoints."""
+    """Validation at the end of a run, its checkpoints, and pictures on the way."""
     t = config.trainer
     found: list[Callback] = [ValidateLast(), Saver(folder, t.save_every, t.keep, t.max_hours, begun)]
     if config.task == "heads" and config.evaluate.eval_every:
@@ -87,7 +88,7 @@ class Progress(TQDMProgressBar):
 
 
 class StepTimer(Callback):
-    """Seconds from the end of one step to the end of the next, data loading included; the median is what counts."""
+    """Seconds from the end of one step to the end of the next, data loading included."""
 
     def __init__(self, begun: float) -> None:
         self.begun = begun
@@ -107,7 +108,7 @@ class StepTimer(Callback):
         self.mark = None
 
     def median(self) -> float | None:
-        return sorted(self.steps)[len(self.steps) // 2] if self.steps else None
+        return median(self.steps) if self.steps else None
 
     def total(self) -> float:
         return time.monotonic() - self.begun
