@@ -32,7 +32,7 @@ class ExportConfig:
 
 
 def load_heads(checkpoint: dict[str, Any], where: str) -> MTPHeads:
-    """The heads of a checkpoint, with weights, card and recipe. Raises ValueError if it is no whole one of heads."""
+    """The heads of a checkpoint, with weights, card and recipe. Raises ValueError if it is not a whole one of heads."""
     if not checkpoint.get("heads"):
         raise ValueError(f"{where} is a checkpoint of a backbone (task=backbone), not of heads")
     heads = MTPHeads.from_description(checkpoint["heads"], where)

@@ -7,11 +7,9 @@ result or its error. A process alone needs no group.
 import gc
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -58,7 +56,7 @@ def launch(devices: int, nodes: int) -> None:
 
 @contextmanager
 def group(gpu: bool) -> Iterator[None]:
-    """The process group of this launch, if there is more than one process; taken down at the end."""
+    """The process group of this launch, if it has more than one process; destroyed at the end."""
     if world() > 1:
         if gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -70,12 +68,12 @@ def group(gpu: bool) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-            # What still knows a part of the group keeps its threads, and one that runs while Python ends aborts all.
+            # References to the group keep its threads alive, and one that runs while Python ends aborts the process.
             gc.collect()
 
 
 def alone(gpu: bool) -> None:
-    """A group of the one process there is, if there is none: strategies for many need it all the same."""
+    """Form a group of one process if there is no group: strategies for several processes need one all the same."""
     if not dist.is_initialized():
         for name in ("RANK", "LOCAL_RANK"):  # DeepSpeed asks for them
             os.environ.setdefault(name, "0")
@@ -123,14 +121,3 @@ def gather(value: T) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def wait_for(path: Path, seconds: float = 3600) -> None:
-    """Ranks other than 0 wait until rank 0 has written `path`, which may take longer than a collective is given."""
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        if rank_zero():
-            raise AssertionError(f"rank 0 was to write {path}")
-        if time.monotonic() > deadline:
-            raise ValueError(f"rank 0 has not written {path} in {seconds:.0f} s")
-        time.sleep(0.2)

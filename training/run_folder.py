@@ -1,4 +1,4 @@
-"""A run's folder: whose it is, whether it is finished, and what made it.
+"""A run's folder: which recipe it belongs to, whether the run is finished, and what made it.
 
 `config.yaml` (resolved recipe) claims the folder; `run.json` says which versions and command; `metrics.json` marks the
 run as finished.
@@ -41,7 +41,7 @@ class RunFolder:
             if resume == "never":
                 raise ValueError(f"out={self.path} holds a run and resume=never; choose another out, or overwrite=true")
             return (self.path / "metrics.json").is_file()
-        # A start that failed leaves its claim, one that was killed a .part file: neither is anybody's work.
+        # A start that failed leaves its claim, and one that was killed a .part file: nobody needs either.
         own = {"config.yaml", "run.json", "logs", ".old"}
         held = self.path.iterdir() if self.path.is_dir() else ()
         if any(p.name not in own and p.suffix not in (".log", ".part") for p in held):
@@ -61,7 +61,7 @@ class RunFolder:
                 item.rename(self.old / item.name)
 
     def keep(self) -> None:
-        """The new run stands: remove what it replaces."""
+        """Once the new run has started: remove the one it replaces."""
         shutil.rmtree(self.old, ignore_errors=True)
 
     @property

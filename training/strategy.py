@@ -131,7 +131,7 @@ class Whole(Strategy):
         ranks.on_rank_zero(lambda: write_checkpoint(checkpoint, filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Raises ValueError, naming file and field, unless it is this module's whole."""
+        """Raises ValueError, naming file and field, unless the checkpoint is whole and of this module."""
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.trained()}
         return read_resumable(checkpoint_path, shapes)
 
@@ -223,7 +223,7 @@ class Zero(Whole, DeepSpeedStrategy):  # type: ignore[misc]
             return
         import deepspeed
 
-        # It would compile a C++ extension for minutes.
+        # DeepSpeed would compile a C++ extension for minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         reset_seed()
         self.set_world_ranks()
@@ -286,7 +286,7 @@ class Zero(Whole, DeepSpeedStrategy):  # type: ignore[misc]
                 safe_set_local_optimizer_state(parameter, self._local(parameter, value), key)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """DeepSpeed can set moments only where AdamW has some: give every shard its own, empty, first."""
+        """DeepSpeed can set moments only where AdamW has some, so every shard is first given moments of zero."""
         (saved,) = checkpoint["optimizer_states"]
         if saved["step"]:
             for shard in self.shards:

@@ -22,7 +22,7 @@ from draftgrid.recipes.launch.schema import TrainConfig
 from draftgrid.recipes.launch.trainer import StepTimer, callbacks, make_trainer, quiet
 from draftgrid.recipes.plan.subject import new_backbone
 from draftgrid.training.module import BackboneModule, HeadsModule
-from draftgrid.training.ranks import rank_zero, wait_for
+from draftgrid.training.ranks import rank_zero
 from draftgrid.training.run_folder import RunFolder
 from draftgrid.training.strategy import choose_devices, choose_precision
 
@@ -74,13 +74,14 @@ def image_tokenizer(config: TrainConfig, folder: RunFolder) -> ImageTokenizer:
     if config.task == "heads" or b.tokenizer:
         return load_tokenizer(b.tokenizer or b.place, local_files_only=b.local_files_only)
     path = folder.path / "image_tokenizer"
-    if rank_zero() and not (path / "tokenizer_config.json").is_file():
+    config_file = path / "tokenizer_config.json"
+    if rank_zero() and not config_file.is_file():
         source = open_source(config.data.source)
         count = source.count("train")
         items = source.take("train", range(min(count, 256) if config.smoke else count))
         pictures = pixels([open_picture(i, 4 * b.grid[0]) for i in items])
         PatchVQ.fit(pictures, b.codes, patch=4, seed=config.seed).save_pretrained(path)
-    wait_for(path / "tokenizer_config.json")
+    wait_until(path, config_file.is_file, config_file.name)
     return load_tokenizer(path)
 
 

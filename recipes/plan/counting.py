@@ -79,7 +79,7 @@ def count_loss(loss: Callable[[], Tensor], cast: AbstractContextManager) -> Loss
 def count_chunked_loss(
     loss: Callable[[], Tensor], cast: AbstractContextManager, terms: LossConfig, positions: int, rows: int, floor: int
 ) -> LossCount:
-    """The same where the loss reads `terms.chunk` of `positions` in `rows` pictures.
+    """As count_loss, where the loss reads `terms.chunk` of `positions` in `rows` pictures.
 
     Many chunks would take a minute to run one by one, but all that a chunk holds grows linearly with its positions: the
     peak is read off the line through those of two larger chunks. `floor` is the peak before the first chunk.

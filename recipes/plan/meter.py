@@ -86,7 +86,7 @@ def _flops(packet: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def fakes() -> FakeTensorMode:
-    """The mode fake tensors are made in; not to be entered while they are used, so that indices stay real."""
+    """The mode fake tensors are made in. Leave it before they are used, so that indices stay real."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

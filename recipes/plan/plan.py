@@ -6,25 +6,21 @@ a rank holds by strategy is arithmetic (`memory`); seconds and speed-ups are est
 """
 
 from draftgrid.recipes.launch.schema import TrainConfig
+from draftgrid.recipes.plan import text
 from draftgrid.recipes.plan.counting import count_step
 from draftgrid.recipes.plan.memory import STRATEGIES, Counted, Memory, held, layout
 from draftgrid.recipes.plan.speed import count_decoding
 from draftgrid.recipes.plan.subject import load_subject, shapes
-from draftgrid.recipes.plan.text import render
 from draftgrid.training.ranks import rank_zero
-
-
-def gpus(config: TrainConfig) -> int:
-    t = config.trainer
-    asked = t.devices * t.num_nodes
-    return config.assume.gpus or (asked if asked > 1 else 8)
 
 
 def plan(config: TrainConfig) -> str:
     """The whole plan as text. Raises ValueError for what a user can set right."""
-    subject = load_subject(config)
+    subject, t = load_subject(config), config.trainer
     tensors = shapes(subject)
-    precision = "bf16-mixed" if config.trainer.precision == "auto" else config.trainer.precision
+    precision = "bf16-mixed" if t.precision == "auto" else t.precision
+    asked = t.devices * t.num_nodes
+    gpus = config.assume.gpus or (asked if asked > 1 else 8)
     steps: dict[tuple[int, int, bool], Counted] = {}
     by_strategy = {}
     for strategy in STRATEGIES:
@@ -32,10 +28,17 @@ def plan(config: TrainConfig) -> str:
         key = (size.backbone, size.heads, size.autocast)
         if key not in steps:
             steps[key] = count_step(subject, config, size)
-        by_strategy[strategy] = Memory(held(tensors, strategy, precision, gpus(config)), steps[key])
-    branches = 1 if config.decoding.guidance == 1 else 2
-    decoding = count_decoding(subject.backbone, subject.heads, branches) if subject.heads is not None else None
-    return render(config, subject, precision, gpus(config), next(iter(steps.values())), by_strategy, decoding)
+        by_strategy[strategy] = Memory(held(tensors, strategy, precision, gpus), steps[key])
+    parts = [
+        f"plan of recipe {config.recipe}; nothing was loaded and nothing is written",
+        text.parameters(config, subject),
+        text.memory(config, subject, precision, gpus, by_strategy),
+        text.step(config, subject, gpus, by_strategy["ddp"].step),
+    ]
+    if subject.heads is not None:
+        decoding = count_decoding(subject.backbone, subject.heads, 1 if config.decoding.guidance == 1 else 2)
+        parts += [text.drafting(decoding), text.speed(config, decoding)]
+    return "\n\n".join(parts)
 
 
 def show(config: TrainConfig) -> None:

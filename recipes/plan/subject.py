@@ -1,4 +1,4 @@
-"""What is planned for: the recipe's modules on the meta device, read from the checkpoint's config.json alone."""
+"""The recipe's modules on the meta device, which a plan counts: only the checkpoint's config.json is read."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from draftgrid.training.module import BackboneModule, HeadsModule
 
 @dataclass
 class Subject:
-    """What is planned for, on the meta device or with fake weights."""
+    """The modules a plan is for, on the meta device or with fake weights."""
 
     backbone: Backbone
     heads: MTPHeads | None
@@ -48,7 +48,7 @@ def load_subject(config: TrainConfig) -> Subject:
 
 
 def _backbone(b: BackboneConfig) -> tuple[Backbone, int]:
-    """The backbone without weights, and how many of its checkpoint's it does not read.
+    """The backbone without weights, and the number of its checkpoint's weights that it does not read.
 
     A published model on the hub is known without its checkpoint; a model that is not transformers' own is loaded.
     """

@@ -32,25 +32,6 @@ def noted(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     return [f"{line}   {note}".rstrip() for line, (_, _, note) in zip(lines, rows, strict=True)]
 
 
-def render(
-    config: TrainConfig,
-    subject: Subject,
-    precision: str,
-    gpus: int,
-    counted: Counted,
-    by_strategy: dict[str, Memory],
-    decoding: Decoding | None,
-) -> str:
-    parts = [
-        parameters(config, subject),
-        memory(config, subject, precision, gpus, by_strategy),
-        step(config, subject, gpus, counted),
-    ]
-    if decoding is not None and subject.heads is not None:
-        parts += [drafting(decoding), speed(config, decoding)]
-    return "\n\n".join([f"plan of recipe {config.recipe}; nothing was loaded and nothing is written", *parts])
-
-
 def parameters(config: TrainConfig, subject: Subject) -> str:
     b, grid = subject.backbone, subject.backbone.grid
     total = count(b)
