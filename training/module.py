@@ -51,7 +51,10 @@ def guided_name(guidance: float, top_k: int = 0) -> str:
 
 
 class _Module(L.LightningModule):
-    """Means by name, logged when validation ends. A mean nobody updated is not reported."""
+    """Means by name, logged when validation ends; a mean that nothing was added to is not reported.
+
+    A subclass has `score`, which the best checkpoint has most of, and `parts`, which a strategy may shard one by one.
+    """
 
     def __init__(self, optim: OptimConfig, means: Sequence[str]) -> None:
         super().__init__()
@@ -123,7 +126,7 @@ class HeadsModule(_Module):
         self.backbone, self.heads, self.terms = backbone.freeze(), heads, loss or LossConfig()
         self.tables = dict(tables or {})
         self.seed = seed
-        """Of what the loss draws: heads' own drafts."""
+        """Of the drafts that the loss draws from the heads."""
         self.objective = Objective(self.backbone, heads, self.pairs, self.terms)
         if self.terms.own_drafts and not heads.reads_left:
             raise ValueError(f"loss.own_drafts is {self.terms.own_drafts}, but these heads read no left token; use 0")
@@ -135,12 +138,11 @@ class HeadsModule(_Module):
         """Samples this rank was trained on, by the shard set they come from."""
 
     def score(self) -> float | None:
-        """Mean acceptance of the heads, which the best checkpoint has most of; None before the first validation."""
+        """Mean acceptance of the heads; None before the first validation."""
         found = [v for k, v in self.figures.items() if k.startswith("acceptance/")]
         return sum(found) / len(found) if found else None
 
     def parts(self) -> list[nn.Module]:
-        """What a strategy that shards weights by module shards one by one."""
         return [*self.backbone.layers, *self.heads.children()]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -154,9 +156,9 @@ class HeadsModule(_Module):
         self.broken, self.skipped, self.samples = counts["broken"], counts["skipped"], Counter(counts["samples"])
 
     def states(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """What the loss is taken of: states (G, B, H, W, D), G = 2 where it asks for guidance, embeddings (B, H, W, D).
+        """The loss's inputs: states (G, B, H, W, D), G = 2 where it asks for guidance, and embeddings (B, H, W, D).
 
-        States as the heads read them; the conditional branch comes first, then the unconditional one.
+        States are as the heads read them; the conditional branch comes first, then the unconditional one.
         """
         tokens, captions = batch.tokens, list(batch.captions)
         if not self.terms.guided:
@@ -166,7 +168,7 @@ class HeadsModule(_Module):
         return self.heads.states(self.backbone, h).unflatten(0, (2, -1)), e[: len(captions)]
 
     def loss(self, h: Tensor, e: Tensor, tokens: Tensor, step: Sequence[int] = ()) -> Tensor:
-        """(G, B, H, W, D), (B, H, W, D), (B, H, W) -> the objective (heads.loss) as a scalar.
+        """(G, B, H, W, D), (B, H, W, D), (B, H, W) -> the objective (heads.objective) as a scalar.
 
         `step` are whole numbers that tell this batch from all others, for what is drawn.
         """
