@@ -14,7 +14,7 @@ So positions can be drafted left to right, each with its newest left token, for 
 norm only scales (with target=h_post there is none) and the LM head is linear, so
 logits(h_hat) = (L t + L M u) / rms(t + M u) with L the linear part of norm and head; L t comes with the trunk, and L M
 is computed once. A head that is not linear is asked as a whole at each position. Missing neighbours are zeros. The head
-never looks right of the left token, so a decoder may record its distribution as the law of a token drawn from it.
+never looks right of the left token, so a decoder may record its distribution as that of a token drawn from it.
 """
 
 import torch

@@ -31,7 +31,7 @@ class ChainTables(ABC):
 
 
 class LinearTables(ChainTables):
-    """For a linear LM head behind a plain RMS norm: L t comes with the trunk, L M is computed once."""
+    """For a linear LM head after a plain RMS norm: L t comes with the trunk, L M is computed once."""
 
     def __init__(self, heads: ChainHeads, backbone: Backbone) -> None:
         """Raises ValueError for a backbone whose final norm is no RMS norm."""

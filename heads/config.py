@@ -20,7 +20,7 @@ class HeadsConfig:
     )
     target: str = key(
         "h_pre",
-        "what a head reads and predicts: h_pre (state before the final norm), h_post (behind it), "
+        "what a head reads and predicts: h_pre (state before the final norm), h_post (after it), "
         "token (as h_pre, but trained on the true token alone)",
     )
     right: int = key(5, "kind=offsets: heads to the right, 1 .. right cells", least=0)

@@ -206,7 +206,7 @@ class Checks:
             bool(near.max() <= self.tolerance),
             f"at most {float(near.max()):.1e} from the model's own logits, {len(cells)} cells",
             "logits(h) is not what the model computes from h: is the final norm left out or applied twice, is h taken "
-            "behind it, are the head's image rows in the order of the codes?",
+            "after it, are the head's image rows in the order of the codes?",
         )
         astray = (near <= self.tolerance) & (distance[0] > self.tolerance)
         first = int(astray.int().argmax())
@@ -215,7 +215,7 @@ class Checks:
             "place",
             not astray.any(),
             f"{int(astray.sum())} of {len(cells)} cells hold the state of another sequence place",
-            f"{self.cell(int(cells[first]))} is the state {abs(shift)} place(s) {'behind' if shift > 0 else 'before'} "
+            f"{self.cell(int(cells[first]))} is the state {abs(shift)} place(s) {'after' if shift > 0 else 'before'} "
             "its own: it must be the state just before the token (y,x), at a row start that of the structure token.",
         )
 
@@ -280,12 +280,12 @@ class Checks:
         )
 
     def read(self, prompts: Sequence[Prompt], tokens: Tensor, guidance: float = 1.0) -> Tensor:
-        """Decoding's states (G, B, L + 1, D) of and behind tokens (B, L), read in one window."""
+        """Decoding's states (G, B, L + 1, D) at and after tokens (B, L), read in one window."""
         state, h = self.backbone.start(prompts, guidance)  # type: ignore[arg-type]
         return torch.cat([h, self.backbone.forward(state, tokens, [0] * len(tokens))], dim=2)
 
     def fresh(self, prefix: Tensor, tokens: Tensor) -> Tensor:
-        """(k,) and (m,) codes -> (m, D): states behind `tokens`, in a state made for this."""
+        """(k,) and (m,) codes -> (m, D): states after `tokens`, decoded from the start."""
         state, _ = self.backbone.start([self.prompt])
         if len(prefix):
             self.backbone.forward(state, prefix[None], [0])
@@ -319,8 +319,8 @@ class Checks:
             max(worst, ragged) <= self.tolerance,
             f"{len(keeps)} rollbacks of {n} tokens at most {worst:.1e} from a fresh forward (keeping {at}), two "
             f"samples at different places {ragged:.1e}",
-            "Keys of forgotten tokens are still seen, or positions go on from the wrong place: every decoder but AR "
-            "would draw from a law that is not the model's. Look at the cache's crop and at the mask.",
+            "Keys of forgotten tokens are still seen, or positions continue from the wrong place: every decoder but AR "
+            "would draw from another distribution than the model's. Look at the cache's crop and at the mask.",
         )
 
     def guidance(self) -> Iterator[Line]:

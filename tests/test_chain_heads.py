@@ -19,7 +19,7 @@ from tests.tiny import random_chain_heads, tiny_emu3
 WIDE = {"rows": 2, "lefts": 2, "recent": 2}
 
 
-KINDS = {"plain": {}, "wide": WIDE, "behind the norm": {"target": "h_post", **WIDE}}
+KINDS = {"plain": {}, "wide": WIDE, "after the norm": {"target": "h_post", **WIDE}}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -35,7 +35,7 @@ def world(request):
 
 
 def logits(backbone, heads: ChainHeads, state: Tensor) -> Tensor:
-    """LM head, behind the final norm where the heads predict what comes before it."""
+    """LM head, after the final norm where the heads predict what comes before it."""
     state = state if heads.config.target == "h_post" else backbone.text.norm(state)
     return torch.nn.functional.linear(state, backbone.model.lm_head.weight[backbone.image_ids].to(state.dtype))
 
@@ -86,7 +86,7 @@ def test_a_whole_picture_is_predicted_cell_by_cell_as_the_formula_says(world) ->
             torch.testing.assert_close(predicted[b, i - 1], by_hand(heads, h[b], e[b], i // 4, i % 4))
 
 
-@pytest.mark.parametrize("world", ["wide", "behind the norm"], indirect=True)
+@pytest.mark.parametrize("world", ["wide", "after the norm"], indirect=True)
 def test_the_newest_drawn_cell_is_read_at_the_distance_given_and_never_across_a_row_end(world) -> None:
     _, heads, _, h, e = world
     for back in (0, 1, 2):

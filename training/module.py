@@ -20,7 +20,7 @@ from draftgrid.heads.config import LossConfig, OptimConfig
 from draftgrid.heads.distributions import acceptance, entropy, probabilities, smooth_l1
 from draftgrid.heads.mtp import MTPHeads
 from draftgrid.heads.objective import Objective
-from draftgrid.heads.prompts import twins
+from draftgrid.heads.prompts import unconditional_prompts
 
 UNCERTAIN = 0.5
 """Nats: positions whose H(p) is at least this are reported apart; the rest is plain background any guess gets right."""
@@ -183,7 +183,7 @@ class HeadsModule(_Module):
         if not self.terms.guided:
             h, e = self.backbone.states(tokens, captions)
             return self.heads.states(self.backbone, h)[None], e
-        h, e = self.backbone.states(tokens.repeat(2, 1, 1), captions + twins(captions))
+        h, e = self.backbone.states(tokens.repeat(2, 1, 1), captions + unconditional_prompts(captions))
         return self.heads.states(self.backbone, h).unflatten(0, (2, -1)), e[: len(captions)]
 
     def loss(self, h: Tensor, e: Tensor, tokens: Tensor, step: Sequence[int] = ()) -> Tensor:
@@ -279,7 +279,7 @@ class HeadsModule(_Module):
                     floor = self.tables[name].to(p.device)[tokens[:, source]]
                     self.add(f"acceptance_table/{name}", acceptance(p[:, at], floor))
         if self.scales:
-            free = self.backbone.states(batch.tokens, twins(batch.captions))[0]
+            free = self.backbone.states(batch.tokens, unconditional_prompts(batch.captions))[0]
             free = self.heads.states(self.backbone, free.flatten(1, 2))
             both = {n: torch.stack([x, self.heads.predict(free, e, n).to(x.dtype)]) for n, x in predicted.items()}
             self._guided(torch.stack([h, free]), both)

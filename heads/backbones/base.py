@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from draftgrid.heads.backbones.graphs import Recorded
 from draftgrid.heads.backbones.registry import family_of
 from draftgrid.heads.grid import TokenGrid
-from draftgrid.heads.prompts import Prompt, twins
+from draftgrid.heads.prompts import Prompt, unconditional_prompts
 
 if TYPE_CHECKING:  # it needs transformers, which nothing but decoding does
     from draftgrid.heads.backbones.cache import RaggedCache
@@ -111,11 +111,11 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def norm(self, h: Tensor) -> Tensor:
-        """(..., D) states before the final norm -> (..., D) behind it."""
+        """(..., D) states before the final norm -> (..., D) after it."""
 
     @abstractmethod
     def project(self, h: Tensor) -> Tensor:
-        """(..., D) states behind the final norm -> (..., V) logits over the image vocabulary only.
+        """(..., D) states after the final norm -> (..., V) logits over the image vocabulary only.
 
         Through the call of the module that owns the weight, as in `ImageHead`: ZeRO-3 and FSDP gather a weight's parts
         when its module is called.
@@ -126,7 +126,7 @@ class Backbone(nn.Module, ABC):
         """The weights heads depend on: image rows of embedding and LM head, and the final norm."""
 
     def ids_of(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """`prompt_ids` of captions and twins; an adapter whose twins depend on their captions says how."""
+        """`prompt_ids` of prompts; an adapter whose unconditional prompts depend on their captions overrides it."""
         return self.prompt_ids([p if isinstance(p, str) else None for p in prompts])
 
     @staticmethod
@@ -184,7 +184,7 @@ class Backbone(nn.Module, ABC):
         """Teacher-forced states of whole pictures.
 
         tokens (B, H, W) codes, one prompt each -> h, e, both (B, H, W, D), aligned as the module text says. One causal
-        forward over prompt and picture; rows are padded behind their end, where nothing sees it.
+        forward over prompt and picture; rows are padded after their end, where nothing sees it.
         Raises ValueError if the tokens do not fit the grid or the vocabulary.
         """
         B, H, W = tokens.shape
@@ -244,7 +244,7 @@ class Backbone(nn.Module, ABC):
         """Room for prompts of `longest` tokens and a picture; compiled forwards get the one they know, if it fits."""
         from draftgrid.heads.backbones.cache import RaggedCache
 
-        # A ragged window is padded behind its end; the pads need a place in the cache too.
+        # A ragged window is padded after its end; the pads need a place in the cache too.
         picture = 2 * self.grid.height * self.grid.stride
         if not self.compiled:
             return RaggedCache(self.num_layers, longest + picture)
@@ -255,13 +255,13 @@ class Backbone(nn.Module, ABC):
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[str], guidance: float = 1.0) -> tuple[DecodeState, Tensor]:
-        """Prefill: the prompts (and, with guidance != 1, the unconditional twin of each) in one forward.
+        """Prefill: the prompts (and, with guidance != 1, the unconditional prompt of each) in one forward.
 
         Returns the state and h[0, 0] as (G, B, 1, D).
         """
         rows: list[Prompt] = [*prompts]
         if guidance != 1.0:
-            rows += twins(prompts)
+            rows += unconditional_prompts(prompts)
         ids = self.ids_of(rows)
         lengths = [len(i) for i in ids]
         longest = max(lengths)
@@ -278,7 +278,7 @@ class Backbone(nn.Module, ABC):
 
     @torch.inference_mode()
     def forward(self, state: DecodeState, tokens: Tensor, first: list[int]) -> Tensor:
-        """One step: feed L image tokens per sample and read the states behind them.
+        """One step: feed L image tokens per sample and read the states after them.
 
         tokens (B, L) are the codes at positions first[b] .. first[b] + L - 1; the cache must hold exactly what comes
         before (`rollback` sees to it). Returns h (G, B, L, D) of positions first[b] + 1 .. first[b] + L. Structure
@@ -310,7 +310,7 @@ class Backbone(nn.Module, ABC):
         return h.view(G, B, L, -1)
 
     def rollback(self, state: DecodeState, keep: list[int]) -> None:
-        """Forget what was fed behind the first `keep[b]` image positions of sample b. Raises ValueError if too far."""
+        """Forget what was fed after the first `keep[b]` image positions of sample b. Raises ValueError if too far."""
         slots = [self.grid.slot(k) for k in keep]
         if any(not 0 <= s <= held for s, held in zip(slots, state.slots, strict=True)):
             raise ValueError(f"rollback to {slots} slots, but the cache holds {state.slots}")
@@ -319,7 +319,7 @@ class Backbone(nn.Module, ABC):
     def _fed_embeds(self, tokens: Tensor, start: Tensor, count: int, first: Tensor | None = None) -> Tensor:
         """(B, L) codes -> (B, count, D) inputs from slot start[b] on, structure tokens in between.
 
-        `first` (B, 1) is the position of tokens[:, 0]. Slots behind the last token repeat it: padding nobody sees.
+        `first` (B, 1) is the position of tokens[:, 0]. Slots after the last token repeat it: padding nobody sees.
         """
         grid = self.grid
         slot = start + torch.arange(count, device=tokens.device)

@@ -1,7 +1,7 @@
 """A key-value cache whose rows may stand at different lengths: preallocated, written in place, rolled back by a number.
 
 Slot number = position id, so a query at position P sees exactly the slots 0..P of its own row and nothing stale: what
-lies behind a row's length is overwritten before a later query can reach it. No padding is ever visible.
+lies beyond a row's length is overwritten before a later query can reach it. No padding is ever visible.
 """
 
 from dataclasses import dataclass

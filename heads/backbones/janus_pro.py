@@ -2,8 +2,8 @@
 
 Prompt: BOS, the chat template's user turn and an opened assistant turn, begin-of-image; then the codes of the picture
 row after row, no structure tokens. h[0, 0] is the state at begin-of-image. A code's input embedding is its vector of
-`generation_embeddings` behind an MLP, the aligner; the image head is an MLP too. The unconditional branch is the prompt
-itself with pad tokens in place of all but BOS and begin-of-image. Facts: github.com/deepseek-ai/Janus,
+`generation_embeddings` passed through an MLP, the aligner; the image head is an MLP too. The unconditional branch is
+the prompt itself with pad tokens in place of all but BOS and begin-of-image. Source: github.com/deepseek-ai/Janus,
 generation_inference.py, and transformers' generate(generation_mode="image"), which does the same.
 """
 
@@ -86,7 +86,7 @@ class JanusProBackbone(TransformerBackbone):
         return [self.padded(r) if isinstance(p, Unconditional) else r for p, r in zip(prompts, rows, strict=True)]
 
     def padded(self, ids: Tensor) -> Tensor:
-        """(L,) ids of a prompt -> its unconditional twin: pad tokens for all but BOS and begin-of-image, the last."""
+        """(L,) ids of a prompt -> its unconditional prompt: pad tokens for all but BOS and begin-of-image, the last."""
         text = self.model.config.text_config
         if text.pad_token_id is None:
             raise ValueError(f"{self.name}: config.text_config.pad_token_id is not set; guidance pads with it")

@@ -2,7 +2,7 @@
 
 Sequence: <s>, the request as text, end of turn, image start, two size tokens (pairs of rows, then pairs of columns);
 then rows of W codes, each ended by the new-line token. h[0, 0] is the state at the second size token. Without a caption
-the sequence begins at image start, at position 0. Facts: github.com/Alpha-VLLM/Lumina-mGPT, item_processor.py (tokens)
+the sequence begins at image start, at position 0. Source: github.com/Alpha-VLLM/Lumina-mGPT, item_processor.py (tokens)
 and inference_solver.py (unconditional branch). The class masks image logits in its forward, so logits here come from
 the states and the LM head.
 """

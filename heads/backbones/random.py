@@ -12,7 +12,7 @@ from draftgrid.heads.backbones.published import meta_model
 from draftgrid.heads.backbones.registry import find_family
 
 PROMPT, UNCONDITIONAL = 64, 48
-"""Tokens of a random prompt and of its unconditional twin, which differ in length as those of real ones do."""
+"""Tokens of a random prompt and of its unconditional prompt; as in real ones, the lengths differ."""
 
 
 def random_backbone(

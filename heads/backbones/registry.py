@@ -1,4 +1,4 @@
-"""Which class adapts which model, and the facts of each family, which stand once, in NAME.yaml beside the adapter.
+"""Which class adapts which model, and the metadata of each family, kept in NAME.yaml beside the adapter.
 
 Classes are named as text and imported when asked for, so adapters can import us.
 """
