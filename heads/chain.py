@@ -20,6 +20,7 @@ never looks right of the left token, so a decoder may record its distribution as
 import torch
 from torch import Tensor, nn
 
+from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.blocks import OffsetHead, RMSNorm
 from draftgrid.heads.config import HeadsConfig
 from draftgrid.heads.grid import TokenGrid
@@ -41,9 +42,7 @@ class ChainHeads(MTPHeads):
     options = ("rows", "lefts", "recent", "project_rank")
 
     def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
-        super().__init__()
-        config.check()
-        self.config, self.trained_on = config, trained_on
+        super().__init__(config, trained_on)
         D = trained_on.hidden_size
         self.rank = config.rank or max(1, D // 4)
         self.grid = TokenGrid(*trained_on.grid)
@@ -59,6 +58,12 @@ class ChainHeads(MTPHeads):
         self.late_left = nn.Linear(D, 2 * self.rank, bias=False)
         self.late_second = nn.Linear(D, 2 * self.rank, bias=False) if config.lefts == 2 else None
         self.late_down = nn.Linear(self.rank, D, bias=False)
+
+    @classmethod
+    def check_fit(cls, config: HeadsConfig, backbone: Backbone) -> None:
+        """Raises ValueError for a backbone whose logits are not linear in the state, although it says linear_head."""
+        if backbone.linear_head:
+            check_linear(backbone, config.target)
 
     @property
     def names(self) -> list[str]:
@@ -130,3 +135,28 @@ class ChainHeads(MTPHeads):
     def gate(self, u: Tensor) -> Tensor:
         """The parts of position and left tokens, added up, (..., 2 r) -> the gated units (..., r)."""
         return nn.functional.glu(u, dim=-1)
+
+
+def linear_part(backbone: Backbone, h: Tensor, target: str) -> Tensor:
+    """L h (..., V) of states h (..., D), L being the linear part of final norm and LM head.
+
+    It is scaled so that the logits are L h over the plain norm |h|; with target=h_post, where h is normed already, L h.
+    """
+    if target == "h_post":
+        return backbone.project(h)
+    return backbone.logits(h) * torch.linalg.vector_norm(h, dim=-1, keepdim=True)
+
+
+@torch.no_grad()
+def check_linear(backbone: Backbone, target: str) -> None:
+    """Raises ValueError unless L(a + b) = L a + L b on random states: what drafting computes ahead relies on it."""
+    a, b = torch.randn(2, 4, backbone.hidden_size, generator=torch.Generator().manual_seed(0))
+    a += 1  # a LayerNorm, which also takes off the mean, shows where means differ
+    a, b = a.to(backbone.device, backbone.dtype), b.to(backbone.device, backbone.dtype)
+    whole, parts = (linear_part(backbone, h, target) for h in (a + b, torch.cat([a, b])))
+    tolerance = 2e-2 if backbone.dtype in (torch.bfloat16, torch.float16) else 1e-3
+    if (whole - parts[:4] - parts[4:]).abs().max() > tolerance * whole.abs().max():
+        raise ValueError(
+            f"chain heads need a backbone with a plain RMS norm at its end and a linear head after it, or with "
+            f"linear_head = False; {backbone.name} has neither"
+        )

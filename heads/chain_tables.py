@@ -2,14 +2,13 @@
 code and, where the LM head is linear, its product with the late layer, so that a drafted position costs two small
 products."""
 
-import math
 from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from draftgrid.heads.backbones.base import Backbone
-from draftgrid.heads.chain import ChainHeads
+from draftgrid.heads.chain import ChainHeads, check_linear, linear_part
 
 
 class ChainTables(ABC):
@@ -36,17 +35,15 @@ class LinearTables(ChainTables):
     def __init__(self, heads: ChainHeads, backbone: Backbone) -> None:
         """Raises ValueError for a backbone whose final norm is no RMS norm."""
         super().__init__(heads, backbone)
+        check_linear(backbone, heads.config.target)
         self.normed = heads.config.target != "h_post"
         down = heads.late_down.weight.T  # (r, D)
         # Far above the norm's epsilon, which a column of M alone might not be.
         self.down = torch.cat([self._linear(1e3 * down) / 1e3, down], dim=-1)
-        """(r, V + D): M u and its logits before they are divided by the norm."""
-        self._check(down)
+        """(r, V + D): L M, then M."""
 
     def _linear(self, h: Tensor) -> Tensor:
-        """L h (..., V), times the root of D so that dividing by the plain norm of h gives the logits."""
-        logits = self.heads.logits(self.backbone, h)
-        return logits * torch.linalg.vector_norm(h, dim=-1, keepdim=True) if self.normed else logits
+        return linear_part(self.backbone, h, self.heads.config.target)
 
     def base(self, t: Tensor) -> Tensor:
         """(..., D) -> (..., V + D): L t and t."""
@@ -56,17 +53,6 @@ class LinearTables(ChainTables):
         both = torch.addmm(base, u, self.down)
         V = self.backbone.image_vocab_size
         return both[:, :V] / torch.linalg.vector_norm(both[:, V:], dim=-1, keepdim=True) if self.normed else both[:, :V]
-
-    def _check(self, down: Tensor) -> None:
-        t = down[: min(4, len(down))] * math.sqrt(down.shape[1]) / down.norm(dim=-1, keepdim=True)[:4]
-        u = torch.ones(len(t), len(down), device=t.device, dtype=t.dtype)
-        true, mine = self.heads.logits(self.backbone, t + u @ down), self.logits(self.base(t), u)
-        tolerance = 2e-2 if down.dtype in (torch.bfloat16, torch.float16) else 1e-3
-        if (true - mine).abs().max() > tolerance * true.abs().max():
-            raise ValueError(
-                f"chain heads need a backbone with a plain RMS norm at its end and a linear head behind it, or with "
-                f"linear_head = False; {self.backbone.name} has neither"
-            )
 
 
 class WholeTables(ChainTables):

@@ -60,6 +60,16 @@ class MTPHeads(nn.Module, ABC):
     recipe: str = ""
     """The resolved recipe they were trained with, YAML."""
 
+    def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
+        super().__init__()
+        config.check()
+        self.config, self.trained_on = config, trained_on
+
+    @classmethod
+    @abstractmethod
+    def check_fit(cls, config: HeadsConfig, backbone: Backbone) -> None:
+        """Raises ValueError if new heads of these settings could not be trained or drafted with on this backbone."""
+
     @property
     @abstractmethod
     def names(self) -> list[str]:
@@ -136,7 +146,7 @@ class MTPHeads(nn.Module, ABC):
             settings.check()
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        heads = kind(settings, TrainedOn(**{**owner, "grid": tuple(owner["grid"])}))  # type: ignore[call-arg]
+        heads = kind(settings, TrainedOn(**{**owner, "grid": tuple(owner["grid"])}))
         if config["offsets"] != heads.names:
             raise ValueError(f"{where}: offsets {config['offsets']} do not agree with {fields}")
         return heads
@@ -195,14 +205,11 @@ def kind_of(name: str) -> type[MTPHeads]:
 def new_heads(config: HeadsConfig, backbone: Backbone, seed: int = 0) -> MTPHeads:
     """Untrained heads for a backbone; the same seed gives the same weights.
 
-    Raises ValueError for an offset that leaves the grid everywhere: it could never be trained.
+    Raises ValueError for wrong settings, and for a backbone they do not fit (`check_fit`).
     """
     config.check()
-    grid = backbone.grid
-    reaches = (("right", config.right, grid.width), ("down", config.down, grid.height))
-    for name, reach, cells in reaches if config.kind == "offsets" else ():
-        if reach >= cells:
-            raise ValueError(f"heads.{name} is {reach}, but the grid has {cells} that way; use at most {cells - 1}")
+    kind = kind_of(config.kind)
+    kind.check_fit(config, backbone)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return kind_of(config.kind)(config, TrainedOn.of(backbone))  # type: ignore[call-arg]
+        return kind(config, TrainedOn.of(backbone))

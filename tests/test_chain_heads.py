@@ -51,6 +51,25 @@ def test_the_tables_give_the_backbones_logits_of_the_predicted_state(world) -> N
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_backbone_with_a_layer_norm_is_refused_before_training_unless_its_head_is_said_not_to_be_linear(
+    dtype: torch.dtype,
+) -> None:
+    backbone = tiny_emu3((3, 4)).to(dtype)
+    for kind, target in (("chain", "h_pre"), ("chain", "h_post"), ("offsets", "h_pre")):
+        new_heads(HeadsConfig(kind=kind, target=target, **({} if kind == "chain" else {"right": 1})), backbone)
+    backbone.text.norm = torch.nn.LayerNorm(backbone.hidden_size).to(dtype)
+    with pytest.raises(ValueError, match=r"need a backbone with a plain RMS norm .* or with linear_head = False; emu3"):
+        new_heads(HeadsConfig(kind="chain"), backbone)
+    new_heads(HeadsConfig(kind="chain", target="h_post"), backbone)  # they predict states that the norm is not part of
+    backbone.linear_head = False
+    heads = new_heads(HeadsConfig(kind="chain"), backbone).to(dtype)
+    t, u = torch.randn(3, backbone.hidden_size).to(dtype), torch.randn(3, heads.rank).to(dtype)
+    tables = chain_tables(heads, backbone)
+    with torch.no_grad():
+        torch.testing.assert_close(tables.logits(tables.base(t), u), logits(backbone, heads, t + heads.late_down(u)))
+
+
 def by_hand(
     heads: ChainHeads, h: Tensor, e: Tensor, y: int, x: int, known: int = 12, back: int = 0, H: int = 3, W: int = 4
 ) -> Tensor:

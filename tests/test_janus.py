@@ -470,9 +470,10 @@ class TestNonlinearHead:
 
     def test_a_head_that_is_said_to_be_linear_and_is_not_is_refused(self) -> None:
         backbone = BentTable((2, 2), 3)
+        heads = random_chain_heads(backbone, rank=3)
         backbone.linear_head = True
         with pytest.raises(ValueError, match=r"chain heads need .* or with linear_head = False; table has neither"):
-            chain_tables(random_chain_heads(backbone, rank=3), backbone)  # type: ignore[arg-type]
+            chain_tables(heads, backbone)  # type: ignore[arg-type]
 
     @staticmethod
     def distance(backbone: BentTable, sampling: Sampling, **settings) -> float:
