@@ -50,18 +50,16 @@ def check(
 
     `rows` of the grid are read token by token (0: about 300 tokens). `reason` is why there is no tokenizer.
     """
-    checks = Checks(backbone, rows, seed)
     lines: list[Line] = []
-    for name, measure in checks.lines(tokenizer, reason).items():
+    for measure in Checks(backbone, tokenizer, reason, rows, seed).measures():
         try:
             with torch.inference_mode():
-                for line in measure():
-                    lines.append(line)
-                    tell(line)
+                line = measure()
         except Exception as error:  # an adapter may break in any way, and one line must not hide the others
-            text = " ".join(str(error).split())[:200]
-            lines.append(Line(name, False, f"raised {type(error).__name__}: {text}", "It must not raise here."))
-            tell(lines[-1])
+            text = f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            line = Line(measure.__name__, False, text, "It must not raise here.")
+        lines.append(line)
+        tell(line)
     return lines
 
 

@@ -33,15 +33,11 @@ class PatchVQ(ImageTokenizer):
     def _patches(self, images: Tensor) -> Tensor:
         from einops import rearrange  # here, for a machine that decodes with another tokenizer may lack it
 
-        if images.shape[-1] % self.patch or images.shape[-2] % self.patch:
-            raise ValueError(
-                f"picture of {tuple(images.shape[-2:])} pixels does not divide into {self.patch}x{self.patch}"
-            )
+        self.check_pixels(images)
         return rearrange(images, "b c (h p) (w q) -> b h w (c p q)", p=self.patch, q=self.patch)
 
     def encode(self, images: Tensor) -> Tensor:
-        patches = self._patches(images.to(self._codebook))
-        return nearest_code(patches.flatten(0, 2), self._codebook).view(patches.shape[:3])
+        return nearest_code(self._patches(images.to(self._codebook)), self._codebook)
 
     def decode(self, tokens: Tensor) -> Tensor:
         from einops import rearrange
@@ -95,6 +91,7 @@ class PatchVQ(ImageTokenizer):
 
 
 def nearest_code(vectors: Tensor, centres: Tensor, chunk: int = 65536) -> Tensor:
-    """(N, C), (K, C) -> (N,) index of the nearest centre; ties go to the lowest index."""
+    """(..., C), (K, C) -> (...,) index of the nearest centre; ties go to the lowest index."""
     norms = centres.square().sum(1)
-    return torch.cat([(norms - 2 * v @ centres.T).argmin(1) for v in vectors.split(chunk)])
+    found = [(norms - 2 * v @ centres.T).argmin(1) for v in vectors.flatten(0, -2).split(chunk)]
+    return torch.cat(found).view(vectors.shape[:-1])

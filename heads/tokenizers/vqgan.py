@@ -70,10 +70,12 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.proj_out = (nn.Conv2d(width, width, 1) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
+        from einops import rearrange  # here, for a machine that decodes with another tokenizer may lack it
+
         y = self.norm(x)
-        q, k, v = (part(y).flatten(2).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (rearrange(part(y), "b d h w -> b (h w) d") for part in (self.q, self.k, self.v))
         found = scaled_dot_product_attention(q, k, v)
-        return x + self.proj_out(found.transpose(1, 2).reshape(x.shape))
+        return x + self.proj_out(rearrange(found, "b (h w) d -> b d h w", h=x.shape[2]))
 
 
 class Middle(nn.Module):
@@ -178,12 +180,12 @@ class VQGAN(nn.Module):
 
     def latents(self, x: Tensor) -> Tensor:
         """(B, 3, h, w) in [-1, 1] -> (B, H, W, code_size): what is compared with the codebook."""
-        return self.quant_conv(self.encoder(x)).permute(0, 2, 3, 1)
+        return self.quant_conv(self.encoder(x)).movedim(1, -1)
 
     def draw(self, codes: Tensor) -> Tensor:
         """(B, H, W) -> (B, 3, h, w), about [-1, 1]."""
         assert self.decoder is not None
-        return self.decoder(self.post_quant_conv(self.quantize.embedding(codes).permute(0, 3, 1, 2)))
+        return self.decoder(self.post_quant_conv(self.quantize.embedding(codes).movedim(-1, 1)))
 
 
 def new_vqgan(sizes: Sizes, pixels: bool = True) -> VQGAN:
