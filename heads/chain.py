@@ -88,8 +88,8 @@ class ChainHeads(MTPHeads):
         near = None
         if distance is not None:
             distance = distance * (distance <= position % self.grid.width)
-            source = (position - distance)[..., None].expand(-1, -1, h.shape[-1])
-            near = h.gather(1, source), e.gather(1, source), distance
+            source = (position - distance)[..., None]
+            near = h.take_along_dim(source, 1), e.take_along_dim(source, 1), distance
         t, c = self.look(h[:, index], e[:, index], inside, near)
         entering = self.late_left(self._beside(e if left is None else left, 1))
         if self.late_second is not None:

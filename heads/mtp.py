@@ -19,7 +19,7 @@ from draftgrid.common.settings import whole
 from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.config import KINDS, TARGETS, HeadsConfig
 from draftgrid.heads.grid import TokenGrid
-from draftgrid.heads.pretrained import CONFIG, find_folder, read_texts, read_weights, write_folder
+from draftgrid.heads.pretrained import CARD, CONFIG, RECIPE, find_folder, read_weights, write_folder
 
 FORMAT = 1
 
@@ -116,21 +116,21 @@ class MTPHeads(nn.Module, ABC):
 
     def describe(self) -> dict[str, Any]:
         """What config.json says: all that is needed to build these heads, without their weights."""
+        chosen = [o for o in self.options if getattr(self.config, o) != getattr(HeadsConfig, o)]
         return {
             "format": FORMAT,
             "kind": self.kind,
             "offsets": self.names,
             "target": self.config.target,
-            **self._fields(),
+            **{field: getattr(self.config, field) for field in [*self.fields, *chosen]},
             "backbone": {**asdict(self.trained_on), "grid": list(self.trained_on.grid)},
         }
 
     @staticmethod
     def from_description(config: Any, where: str) -> "MTPHeads":
         """Untrained heads as `describe` told; `where` is named in errors. Raises ValueError for what is not known."""
-        read_fields(
-            config, where, {"format": int, "kind": str, "target": str, "offsets": [str, None], "backbone": dict}
-        )
+        kinds = {"format": int, "kind": str, "target": str, "offsets": [str, None], "backbone": dict}
+        read_fields(config, where, kinds)
         for field, known in (("format", (FORMAT,)), ("kind", tuple(KINDS)), ("target", TARGETS)):
             if config[field] not in known:
                 raise ValueError(f"{where}: {field} is {config[field]!r}; this version reads {known}")
@@ -156,11 +156,6 @@ class MTPHeads(nn.Module, ABC):
         tensors = {k: v.detach().to("cpu").contiguous() for k, v in self.state_dict().items()}
         write_folder(folder, tensors, self.describe(), self.card, self.recipe)
 
-    def _fields(self) -> dict[str, object]:
-        plain = HeadsConfig()
-        chosen = [o for o in self.options if getattr(self.config, o) != getattr(plain, o)]
-        return {field: getattr(self.config, field) for field in [*self.fields, *chosen]}
-
     @classmethod
     def from_pretrained(
         cls,
@@ -180,7 +175,9 @@ class MTPHeads(nn.Module, ABC):
         if backbone is not None:
             heads.check(backbone)
         heads.load_state_dict(read_weights(folder, heads.state_dict()), assign=True)
-        heads.card, heads.recipe = read_texts(folder, heads.card)
+        for name, file in (("card", folder / CARD), ("recipe", folder / RECIPE)):
+            if file.is_file():
+                setattr(heads, name, file.read_text(encoding="utf-8"))
         if backbone is not None:
             heads = heads.to(backbone.device, backbone.dtype)
         return heads.requires_grad_(False).eval()
@@ -191,9 +188,9 @@ class MTPHeads(nn.Module, ABC):
 
         api = HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(Path(folder) / "heads")
-            return str(api.upload_folder(repo_id=repo_id, folder_path=Path(folder) / "heads"))
+        with tempfile.TemporaryDirectory() as temporary:
+            self.save_pretrained(folder := Path(temporary) / "heads")
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
 
 def kind_of(name: str) -> type[MTPHeads]:

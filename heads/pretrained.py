@@ -57,10 +57,3 @@ def read_weights(folder: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor
         raise ValueError(f"{folder / WEIGHTS} cannot be read ({error}); it may be cut short") from None
     check_tensors(folder / WEIGHTS, tensors, {name: tensor.shape for name, tensor in wanted.items()})
     return tensors
-
-
-def read_texts(folder: Path, card: str) -> tuple[str, str]:
-    """(model card, recipe); `card` where there is none, '' for a recipe that is not there."""
-    paths = (folder / CARD, card), (folder / RECIPE, "")
-    held, recipe = (path.read_text(encoding="utf-8") if path.is_file() else default for path, default in paths)
-    return held, recipe

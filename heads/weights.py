@@ -48,12 +48,9 @@ def fetch(
     from huggingface_hub import snapshot_download
 
     def get(patterns: list[str], revision: str | None) -> Path:
+        where: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
         try:
-            return Path(
-                snapshot_download(
-                    str(name), revision=revision, local_files_only=local_files_only, allow_patterns=patterns
-                )
-            )
+            return Path(snapshot_download(str(name), allow_patterns=patterns, **where))
         except Exception as error:  # its own kinds, and those of the HTTP library below it
             raise ValueError(_why(str(name), revision, local_files_only, error)) from None
 
@@ -69,7 +66,8 @@ def fetch(
 def _why(name: str, revision: str | None, local_files_only: bool, error: Exception) -> str:
     from huggingface_hub import errors
 
-    begin, at = f"{name!r} is no folder, and", f" at revision {revision!r}" if revision else ""
+    begin = f"{name!r} is no folder, and"
+    files = "no files of that hub id" + (f" at revision {revision!r}" if revision else "")
     if isinstance(error, errors.GatedRepoError):
         return f"{begin} the hub asks for consent: accept its terms at huggingface.co/{name} and run `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -78,9 +76,9 @@ def _why(name: str, revision: str | None, local_files_only: bool, error: Excepti
         return f"{begin} the repository of that name on the hub has no revision {revision!r}"
     if isinstance(error, errors.LocalEntryNotFoundError | errors.IncompleteSnapshotError):
         where = "nothing but the cache may be asked" if local_files_only else "the hub cannot be reached"
-        return f"{begin} no files of that hub id{at} are in the cache, while {where}: give the folder it lies in"
+        return f"{begin} {files} are in the cache, while {where}: give the folder it lies in"
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return f"{begin} no files of that hub id{at} are to be had: {reason}"
+    return f"{begin} {files} are to be had: {reason}"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -115,6 +113,17 @@ def new_model(model_class: Any, config: Mapping[str, Any], where: str | Path, de
     except Exception as error:  # each of its many fields may be wrong in its own way
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(f"{where} makes no {model_class.__name__}: {reason}") from None
+
+
+def meta_model(config: dict[str, Any], where: str) -> Any:
+    """The model that `architectures` names, on the meta device. Raises ValueError unless transformers knows it."""
+    import transformers
+
+    name = str((config.get("architectures") or ["?"])[0])
+    kind = getattr(transformers, name, None)
+    if not hasattr(kind, "config_class"):
+        raise ValueError(f"{where}: config.json names no model transformers knows: architectures is {name!r}")
+    return new_model(kind, config, f"{where}: config.json").requires_grad_(False)
 
 
 def read_index(folder: Path) -> dict[str, str]:
@@ -216,7 +225,6 @@ def load_model(model_class: Any, folder: Path, like: str, dtype: Any = None, dev
     verbosity, bars = logging.get_verbosity(), logging._tqdm_active
     logging.set_verbosity_error()  # what it would warn of is in what is returned
     logging._tqdm_active = False  # its disable_progress_bar would reach the hub's bars too
-    settings: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     try:
         with indexed(folder) as place:
             model, info = model_class.from_pretrained(
@@ -225,7 +233,7 @@ def load_model(model_class: Any, folder: Path, like: str, dtype: Any = None, dev
                 output_loading_info=True,
                 local_files_only=True,
                 ignore_mismatched_sizes=True,
-                **settings,
+                device_map=device_map,
             )
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no checkpoint like {like}: {str(error).splitlines()[0]}") from None

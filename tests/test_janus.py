@@ -358,7 +358,7 @@ class TestContract:
         heads.check(backbone)
         with torch.no_grad():
             backbone.get_parameter(part).view(-1)[0].add_(1)
-        del backbone._fingerprint
+        del backbone.fingerprint
         assert backbone.fingerprint != first
         with pytest.raises(ValueError, match=rf"(?s){first[:16]}.*{backbone.fingerprint[:16]}"):
             heads.check(backbone)

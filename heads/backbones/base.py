@@ -10,11 +10,13 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from draftgrid.heads.backbones.graphs import Recorded
 from draftgrid.heads.backbones.registry import family_of
@@ -50,16 +52,13 @@ class DecodeState:
 class ImageHead(nn.Module):
     """The rows of an LM head that stand for image tokens, as a module of its own that shares the weight."""
 
-    index: Tensor
+    index: Tensor | None
 
     def __init__(self, weight: nn.Parameter, rows: slice | Tensor) -> None:
         super().__init__()
         self.weight = weight
-        if isinstance(rows, slice):
-            self.rows: slice | None = rows  # a view and no copy
-        else:
-            self.rows = None
-            self.register_buffer("index", rows, persistent=False)
+        self.rows = rows if isinstance(rows, slice) else None  # a view and no copy
+        self.register_buffer("index", None if isinstance(rows, slice) else rows, persistent=False)
 
     def forward(self, h: Tensor) -> Tensor:
         """(..., D) -> (..., V)."""
@@ -146,11 +145,11 @@ class Backbone(nn.Module, ABC):
         """(..., D) states before the final norm -> (..., V): the model's own logits of image tokens."""
         return self.project(self.norm(h))
 
-    def freeze(self) -> "Backbone":
+    def freeze(self) -> Self:
         self.requires_grad_(False)
         return self.train(False)
 
-    def train(self, mode: bool = True) -> "Backbone":
+    def train(self, mode: bool = True) -> Self:
         """A frozen backbone stays in eval mode whatever a surrounding module asks for."""
         frozen = not any(p.requires_grad for p in self.parameters())
         return super().train(mode and not frozen)
@@ -167,18 +166,14 @@ class Backbone(nn.Module, ABC):
     def dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.parameters() if p.is_floating_point())
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """sha256 over names, shapes and bf16 bytes of `identity()`: independent of library version and load dtype."""
-        if not hasattr(self, "_fingerprint"):
-            digest = hashlib.sha256()
-            for name, tensor in sorted(self.identity().items()):
-                digest.update(f"{name}{tuple(tensor.shape)}".encode())
-                digest.update(
-                    tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
-                )
-            self._fingerprint = digest.hexdigest()
-        return self._fingerprint
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.identity().items()):
+            digest.update(f"{name}{tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+        return digest.hexdigest()
 
     def states(self, tokens: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
         """Teacher-forced states of whole pictures.
@@ -192,20 +187,14 @@ class Backbone(nn.Module, ABC):
         if len(prompts) != B:
             raise ValueError(f"{len(prompts)} prompts for {B} pictures")
         ids = self.ids_of(prompts)
-        lengths = [len(i) for i in ids]
-        flat = tokens.view(B, H * W)
-        slots = self.grid.slots - 1  # the last token is predicted, never fed
-        picture = self._fed_embeds(flat, torch.zeros(B, 1, dtype=torch.long, device=tokens.device), slots)
-        R = max(lengths) + slots
-        embeds = picture.new_zeros(B, R, picture.shape[-1])
-        for b, prompt in enumerate(ids):
-            embeds[b, : lengths[b]] = self.embed_ids(prompt.to(self.device))
-            embeds[b, lengths[b] : lengths[b] + slots] = picture[b]
-        out = self.trunk(embeds, torch.arange(R, device=self.device)[None], None, None).to(self.device)
-        start = torch.tensor(lengths, device=self.device)[:, None] - 1
-        where = start + self.grid.image_slots().to(self.device)
-        h = out.gather(1, where[..., None].expand(-1, -1, out.shape[-1]))
-        return h.view(B, H, W, -1), self.embed(tokens)
+        first = torch.zeros(B, 1, dtype=torch.long, device=tokens.device)
+        picture = self._fed_embeds(tokens.flatten(1), first, self.grid.slots - 1, first)  # the last token is never fed
+        rows = [torch.cat([self.embed_ids(i.to(self.device)).to(p), p]) for i, p in zip(ids, picture, strict=True)]
+        embeds = pad_sequence(rows, batch_first=True)
+        h = self.trunk(embeds, torch.arange(embeds.shape[1], device=self.device)[None], None, None).to(self.device)
+        last = torch.tensor([[len(i) - 1] for i in ids], device=self.device)
+        where = last + self.grid.image_slots().to(self.device)
+        return h.take_along_dim(where[..., None], 1).view(B, H, W, -1), self.embed(tokens)
 
     def check_codes(self, codes: int) -> None:
         """Raises ValueError unless an image tokenizer of so many codes fits the image vocabulary."""
@@ -263,18 +252,15 @@ class Backbone(nn.Module, ABC):
         if guidance != 1.0:
             rows += unconditional_prompts(prompts)
         ids = self.ids_of(rows)
-        lengths = [len(i) for i in ids]
-        longest = max(lengths)
-        cache = self._new_cache(len(rows), longest)
-        embeds = torch.zeros(len(rows), longest, self.hidden_size, dtype=self.dtype, device=self.device)
-        for r, prompt in enumerate(ids):
-            embeds[r, : lengths[r]] = self.embed_ids(prompt.to(self.device))
-        positions = cache.aim([0] * len(rows), longest, self.device)
+        B, lengths = len(prompts), [len(i) for i in ids]
+        embeds = pad_sequence([self.embed_ids(i.to(self.device)) for i in ids], batch_first=True)
+        embeds = embeds.to(self.device, self.dtype)
+        cache = self._new_cache(len(rows), max(lengths))
+        positions = cache.aim([0] * len(rows), max(lengths), self.device)
         h = self.trunk(embeds, positions, cache.mask(positions, self.dtype), cache).to(self.device)
-        last = torch.tensor(lengths, device=self.device) - 1
-        h = h[torch.arange(len(rows), device=self.device), last]
-        G = len(rows) // len(prompts)
-        return DecodeState(cache, G, lengths, [0] * len(prompts), cache.turn), h.view(G, len(prompts), 1, -1)
+        last = torch.tensor(lengths, device=self.device)[:, None, None] - 1
+        state = DecodeState(cache, len(rows) // B, lengths, [0] * B, cache.turn)
+        return state, h.take_along_dim(last, 1).view(state.branches, B, 1, -1)
 
     @torch.inference_mode()
     def forward(self, state: DecodeState, tokens: Tensor, first: list[int]) -> Tensor:
@@ -285,28 +271,24 @@ class Backbone(nn.Module, ABC):
         tokens travel with the row's last token and cost no forward of their own. Raises ValueError if a later `start`
         of the compiled backbone took the cache.
         """
-        B, L = tokens.shape
-        grid = self.grid
+        (B, L), G, grid = tokens.shape, state.branches, self.grid
         if state.turn != state.cache.turn:
             raise ValueError("this picture's cache was taken by a later start(); compiled, finish one before the next")
         begin = [grid.slot(f) for f in first]
         assert begin == state.slots, f"cache holds {state.slots} slots, the window begins at {begin}"
         end = [grid.slot(f + L) for f in first]
         S = max(e - b for b, e in zip(begin, end, strict=True))
-        start = torch.tensor(begin, device=self.device)[:, None]
-        embeds = self._fed_embeds(tokens, start, S, torch.tensor(first, device=self.device)[:, None])
-        G = state.branches
-        where = [p + begin[r % B] for r, p in enumerate(state.prompt_lengths)]
-        positions = state.cache.aim(where, S, self.device)
+        start, at = torch.tensor([begin, first], device=self.device)[..., None]  # (B, 1) each
+        embeds = self._fed_embeds(tokens, start, S, at)
+        positions = state.cache.aim([p + begin[r % B] for r, p in enumerate(state.prompt_lengths)], S, self.device)
         mask = state.cache.mask(positions, self.dtype)
         # Padding lies beyond the picture's end, where a table of learned positions has no row.
         positions = positions.clamp(max=max(state.prompt_lengths) + grid.slots - 1)
         h = self.step(embeds if G == 1 else embeds.repeat(G, 1, 1), positions, mask, state.cache).to(self.device)
         state.slots = end
         if S > L:
-            position = torch.tensor(first, device=self.device)[:, None] + torch.arange(1, L + 1, device=self.device)
-            index = (grid.slot(position) - 1 - start).repeat(G, 1)
-            h = h.gather(1, index[..., None].expand(-1, -1, h.shape[-1]))
+            index = grid.slot(at + torch.arange(1, L + 1, device=self.device)) - 1 - start
+            h = h.take_along_dim(index.repeat(G, 1)[..., None], 1)
         return h.view(G, B, L, -1)
 
     def rollback(self, state: DecodeState, keep: list[int]) -> None:
@@ -316,7 +298,7 @@ class Backbone(nn.Module, ABC):
             raise ValueError(f"rollback to {slots} slots, but the cache holds {state.slots}")
         state.slots = slots
 
-    def _fed_embeds(self, tokens: Tensor, start: Tensor, count: int, first: Tensor | None = None) -> Tensor:
+    def _fed_embeds(self, tokens: Tensor, start: Tensor, count: int, first: Tensor) -> Tensor:
         """(B, L) codes -> (B, count, D) inputs from slot start[b] on, structure tokens in between.
 
         `first` (B, 1) is the position of tokens[:, 0]. Slots after the last token repeat it: padding nobody sees.
@@ -325,8 +307,7 @@ class Backbone(nn.Module, ABC):
         slot = start + torch.arange(count, device=tokens.device)
         column = slot % grid.stride
         position = slot // grid.stride * grid.width + column.clamp(max=grid.width - 1)
-        index = (position - (0 if first is None else first)).clamp(0, tokens.shape[1] - 1)
-        embeds = self.embed(tokens.gather(1, index))
+        embeds = self.embed(tokens.gather(1, (position - first).clamp(0, tokens.shape[1] - 1)))
         if grid.row_end:
             table = self.embed_ids(torch.tensor(self.structure_ids(), device=tokens.device))
             row_end = table[(column - grid.width).clamp(min=0)]
@@ -347,9 +328,7 @@ class Backbone(nn.Module, ABC):
         """
         if inspect.isabstract(cls):
             return family_of(model).from_model(model, processor, **settings)
-        backbone = cls(model, processor, **settings)  # type: ignore[call-arg]
-        backbone.freeze()
-        return backbone
+        return cls(model, processor, **settings).freeze()  # type: ignore[call-arg]
 
     @classmethod
     @abstractmethod

@@ -14,24 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftgrid.heads.backbones.transformer import TransformerBackbone
+from draftgrid.heads.backbones.transformer import TransformerBackbone, load_text_tokenizer
 from draftgrid.heads.grid import TokenGrid
 from draftgrid.heads.prompts import Prompt, Unconditional
 
+LIKE = "deepseek-community/Janus-Pro-7B"
 UNUSED = ("lm_head", "model.vision_model", "model.aligner", "model.vqmodel")
 """What drawing never reads: the text's LM head, the tower that looks at pictures, and the picture tokenizer."""
 
 
 def load_processor(folder: Path) -> Any:
-    """transformers' own, around tokenizer.json as it is: tokenizer_config.json names a class with rules of its own.
+    """transformers' own. Raises ValueError for a folder without tokenizer.json, chat template or image tokens."""
+    from transformers import JanusImageProcessorPil, JanusProcessor
 
-    Raises ValueError for a folder without tokenizer.json, chat template or the three image tokens.
-    """
-    from transformers import JanusImageProcessorPil, JanusProcessor, PreTrainedTokenizerFast
-
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder} has no tokenizer.json")
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    tokenizer = load_text_tokenizer(folder, LIKE)
     lacking = [n for n in ("image_token", "boi_token", "eoi_token", "chat_template") if not getattr(tokenizer, n, None)]
     if lacking:
         raise ValueError(f"{folder}: tokenizer_config.json and chat_template.jinja lack {', '.join(lacking)}")
@@ -40,7 +36,7 @@ def load_processor(folder: Path) -> Any:
 
 class JanusProBackbone(TransformerBackbone):
     adapter = "janus_pro"
-    model_class, like = "JanusForConditionalGeneration", "deepseek-community/Janus-Pro-7B"
+    model_class, like = "JanusForConditionalGeneration", LIKE
     load_processor = staticmethod(load_processor)
     linear_head = False
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.backbones.loading import adapter_class
-from draftgrid.heads.backbones.published import meta_model
 from draftgrid.heads.backbones.registry import find_family
+from draftgrid.heads.weights import meta_model
 
 PROMPT, UNCONDITIONAL = 64, 48
 """Tokens of a random prompt and of its unconditional prompt; as in real ones, the lengths differ."""

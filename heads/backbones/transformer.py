@@ -98,6 +98,18 @@ class TransformerBackbone(Backbone):
         return self.text.norm(h)
 
 
+def load_text_tokenizer(folder: Path, like: str) -> Any:
+    """tokenizer.json as it is: AutoTokenizer would follow tokenizer_config.json to a class with rules of its own.
+
+    Raises ValueError, naming the checkpoint `like`, if there is none.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} has no tokenizer.json; those of {like} serve the whole family")
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
 def one_layer(
     layer: nn.Module,
     h: Tensor,
@@ -129,7 +141,9 @@ class VocabularyBackbone(TransformerBackbone):
         write_json(folder / CARD, {"adapter": self.adapter, "grid": grid, "unconditional": self.unconditional})
 
     def take_codes(self, codes: Mapping[int, int]) -> None:
-        """{code: vocabulary id} of the codes 0 .. V-1."""
+        """{code: vocabulary id} of the codes 0 .. V-1. Raises ValueError if there is none or one is left out."""
+        if not codes or sorted(codes) != list(range(len(codes))):
+            raise ValueError(f"{self.name}: config.vocabulary_map names {len(codes)} image tokens, or has gaps")
         self.image_vocab_size = len(codes)
         ids = torch.tensor([codes[c] for c in range(len(codes))])
         self.register_buffer("image_ids", ids, persistent=False)
