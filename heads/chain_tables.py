@@ -2,8 +2,6 @@
 code and, where the LM head is linear, its product with the late layer, so that a drafted position costs two small
 products."""
 
-from abc import ABC, abstractmethod
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,10 @@ from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.chain import ChainHeads, check_linear, linear_part
 
 
-class ChainTables(ABC):
+class ChainTables:
+    """For an LM head that is no linear map (Janus-Pro's is an MLP): each drafted position goes through final norm and
+    head as a whole, and only the left tokens' part is computed ahead."""
+
     def __init__(self, heads: ChainHeads, backbone: Backbone) -> None:
         self.heads, self.backbone = heads, backbone
         codes = torch.arange(backbone.image_vocab_size, device=backbone.device)
@@ -20,13 +21,13 @@ class ChainTables(ABC):
         self.left = [torch.cat([a, torch.zeros_like(a[:1])]) for a in entering]
         """(V + 1, 2 r) for the left token, then the second to the left; row V stands for none in this row."""
 
-    @abstractmethod
     def base(self, t: Tensor) -> Tensor:
-        """Trunk outputs t (..., D) -> what `logits` needs of them, (..., V + D) or (..., D)."""
+        """Trunk outputs t (..., D) -> what `logits` needs of them: t itself."""
+        return t
 
-    @abstractmethod
     def logits(self, base: Tensor, u: Tensor) -> Tensor:
         """base (R, ...) of one position and its gated units u (R, r) -> (R, V): the backbone's logits of t + M u."""
+        return self.heads.logits(self.backbone, base + self.heads.late_down(u))
 
 
 class LinearTables(ChainTables):
@@ -55,18 +56,6 @@ class LinearTables(ChainTables):
         return both[:, :V] / torch.linalg.vector_norm(both[:, V:], dim=-1, keepdim=True) if self.normed else both[:, :V]
 
 
-class WholeTables(ChainTables):
-    """For an LM head that is no linear map (Janus-Pro's is an MLP): nothing can be computed ahead, so each drafted
-    position goes through final norm and head as a whole."""
-
-    def base(self, t: Tensor) -> Tensor:
-        """(..., D) -> t itself."""
-        return t
-
-    def logits(self, base: Tensor, u: Tensor) -> Tensor:
-        return self.heads.logits(self.backbone, base + self.heads.late_down(u))
-
-
 def chain_tables(heads: ChainHeads, backbone: Backbone) -> ChainTables:
     """Raises ValueError for a backbone with a linear head whose final norm is no RMS norm."""
-    return (LinearTables if backbone.linear_head else WholeTables)(heads, backbone)
+    return (LinearTables if backbone.linear_head else ChainTables)(heads, backbone)

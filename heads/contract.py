@@ -299,21 +299,18 @@ class Checks:
         n = min(2 * W + 2, T - 2)
         right, wrong = self.flat[0], self.flat[1]
         keeps = sorted({n, n - 1, n // 2, 0} | ({W - 1, W, W + 1} & set(range(n))), reverse=True)
-        worst, at = 0.0, n
-        for keep in keeps:
-            m = min(2, T - 1 - keep)
-            state, _ = b.start([self.prompt])
-            b.forward(state, torch.cat([right[:keep], wrong[keep:n]])[None], [0])
-            b.rollback(state, [keep])
-            h = b.forward(state, right[None, keep : keep + m], [keep])[0, 0]
-            differ = self.worst(h, self.fresh(right[:keep], right[keep : keep + m]))
-            if differ > worst:
-                worst, at = differ, keep
-        state, _ = b.start([self.prompt] * 2)
-        b.forward(state, torch.stack([wrong[:n], right[:n]]), [0, 0])
-        b.rollback(state, [0, n])
-        h = b.forward(state, torch.stack([right[:1], right[n : n + 1]]), [0, n])[0]
-        ragged = max(self.worst(h[i], self.fresh(right[:k], right[k : k + 1])) for i, k in enumerate((0, n)))
+
+        def differ(*keeps: int) -> float:
+            """Samples rolled back to their own places and read on, against a fresh forward of each."""
+            m, zeros = min(2, T - 1 - max(keeps)), [0] * len(keeps)
+            state, _ = b.start([self.prompt] * len(keeps))
+            b.forward(state, torch.stack([torch.cat([right[:k], wrong[k:n]]) for k in keeps]), zeros)
+            b.rollback(state, [*keeps])
+            h = b.forward(state, torch.stack([right[k : k + m] for k in keeps]), [*keeps])[0]
+            return max(self.worst(x, self.fresh(right[:k], right[k : k + m])) for x, k in zip(h, keeps, strict=True))
+
+        worst, at = max((differ(keep), keep) for keep in keeps)
+        ragged = differ(0, n)
         return Line(
             "rollback",
             max(worst, ragged) <= self.tolerance,
