@@ -1,19 +1,18 @@
 """ChainHeads: one head that predicts every cell from the cells above it and the token to its left.
 
 A trunk reads states and embeddings of three cells of the row above (right above and the two to its right, whose states
-have read what lies left of them), with rows=2 also of two in the row above that, each squeezed to `cell` numbers, for a
-whole window in one call. With `recent` it reads the newest drawn cell too, whose state has read all that lies before,
-where that is at most so many cells to the left. The left token
-(with lefts=2 the second to the left too) enters last and cheaply, through a gated layer of `rank` units whose input is
-a part per position plus one per token:
+depend on what lies left of them), with rows=2 also of two in the row above that, each projected to `cell` numbers, for
+a whole window in one call. With `recent` it also reads the newest drawn cell, whose state depends on all tokens before
+it, if that is at most `recent` cells to the left. The left token (with lefts=2 also the second to the left) enters last
+and cheaply, through a gated layer of `rank` units whose input is a part per position plus one per token:
 
     z = [P (h; e) of each cell],    t = W0 z + SwiGLU(RMSNorm(W0 z)),    u = GLU(C RMSNorm(t) + A e_left),
     h_hat = t + M u
 
-So positions can be drafted left to right, each with its newest left token, for a small product a position: the final
-norm only scales (with target=h_post there is none) and the LM head is linear, so
+So positions can be drafted left to right, each with its newest left token, for two small products a position: the
+final norm only scales (with target=h_post there is none) and the LM head is linear, so
 logits(h_hat) = (L t + L M u) / rms(t + M u) with L the linear part of norm and head; L t comes with the trunk, and L M
-is computed once. A head that is not linear is asked as a whole at each position. Missing neighbours are zeros. The head
+is computed once. An LM head that is not linear is run in full at each position. Missing neighbours are zeros. The head
 never looks right of the left token, so a decoder may record its distribution as that of a token drawn from it.
 """
 
@@ -109,7 +108,7 @@ class ChainHeads(MTPHeads):
         return left, self.distances(rows, generator).repeat(branches, 1) if self.config.recent else None
 
     def distances(self, rows: int, generator: torch.Generator) -> Tensor:
-        """(rows, T - 1) to train with: a third 0, the others 1 .. `recent`."""
+        """(rows, T - 1) distances to train with: a third are 0, the others 1 .. `recent`."""
         shape, device = (rows, self.grid.positions - 1), generator.device
         found = torch.randint(1, self.config.recent + 1, shape, generator=generator, device=device)
         return found * (torch.rand(shape, generator=generator, device=device) > 1 / 3)
@@ -133,7 +132,7 @@ class ChainHeads(MTPHeads):
         return t, self.late_trunk(self.late_norm(t))
 
     def gate(self, u: Tensor) -> Tensor:
-        """The parts of position and left tokens, added up, (..., 2 r) -> the gated units (..., r)."""
+        """The sum of the parts of position and left tokens (..., 2 r) -> the gated units (..., r)."""
         return nn.functional.glu(u, dim=-1)
 
 

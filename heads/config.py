@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from draftgrid.common.cli import check_ranges, key
+from draftgrid.common.settings import one_of
 from draftgrid.heads.grid import Offset
 
 INPUTS = ("h+e", "h", "e")
@@ -20,8 +21,8 @@ class HeadsConfig:
     )
     target: str = key(
         "h_pre",
-        "what a head reads and predicts: h_pre (state before the final norm), h_post (after it), "
-        "token (as h_pre, but trained on the true token alone)",
+        "state that a head reads and predicts: h_pre before the final norm, h_post after it, token as h_pre, but "
+        "trained on the true token alone",
     )
     right: int = key(5, "kind=offsets: heads to the right, 1 .. right cells", least=0)
     down: int = key(2, "kind=offsets: heads below, 1 .. down rows", least=0)
@@ -47,9 +48,8 @@ class HeadsConfig:
     def check(self) -> None:
         """Raises ValueError naming the field."""
         check_ranges(self, "heads.")
-        for name, known in (("kind", KINDS), ("target", TARGETS), ("input", INPUTS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"heads.{name} is {getattr(self, name)!r}; use one of {', '.join(known)}")
+        for name, known in (("kind", tuple(KINDS)), ("target", TARGETS), ("input", INPUTS)):
+            one_of(f"heads.{name}", getattr(self, name), known)
         if self.right + self.down == 0:
             raise ValueError(f"heads.right is {self.right} and heads.down is {self.down}; at least one head is needed")
         for name in UNREAD[self.kind]:
@@ -116,9 +116,8 @@ class LossConfig:
             raise ValueError("loss.guidance is empty; use [1.0], or the guidance scales you decode with")
         for name, value in (("guidance", self.guidance if self.guided else None), ("top_k", self.top_k)):
             if value and not self.on_distributions:
-                raise ValueError(
-                    f"loss.{name} is {value}, but loss.tv, loss.ce and loss.kl are 0; only those terms know p and q"
-                )
+                terms = "loss.tv, loss.ce and loss.kl"
+                raise ValueError(f"loss.{name} is {value}, but {terms} are 0; only those terms know p and q")
 
 
 @dataclass

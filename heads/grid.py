@@ -31,9 +31,8 @@ class TokenGrid:
 
     def __post_init__(self) -> None:
         if self.height < 1 or self.width < 1 or self.row_end < 0:
-            raise ValueError(
-                f"grid needs height >= 1, width >= 1, row_end >= 0; got {self.height}, {self.width}, {self.row_end}"
-            )
+            given = f"{self.height}, {self.width}, {self.row_end}"
+            raise ValueError(f"grid needs height >= 1, width >= 1, row_end >= 0; got {given}")
 
     @property
     def stride(self) -> int:
@@ -65,9 +64,7 @@ class TokenGrid:
         """
         dy, dx = offset
         if dy < 0 or (dy == 0 and dx <= 0):
-            raise ValueError(
-                f"offset {offset} points to a token that is already known; use dy > 0, or dy = 0 and dx > 0"
-            )
+            raise ValueError(f"offset {offset} points to a known token; use dy > 0, or dy = 0 and dx > 0")
         cells = torch.arange(self.positions)
         y, x = cells // self.width, cells % self.width
         inside = (y + dy < self.height) & (x + dx < self.width) & (x + dx >= 0)

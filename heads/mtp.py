@@ -4,7 +4,6 @@ A head predicts the state h of a frozen backbone at another cell; the backbone's
 predicted state into a draft distribution. The kinds are offsets.py (the paper's) and chain.py (ours).
 """
 
-import importlib
 import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from draftgrid.common.files import read_fields, read_json
 from draftgrid.common.settings import whole
 from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.backbones.registry import find_named
 from draftgrid.heads.config import KINDS, TARGETS, HeadsConfig
 from draftgrid.heads.grid import TokenGrid
 from draftgrid.heads.pretrained import CARD, CONFIG, RECIPE, find_folder, read_weights, write_folder
@@ -115,7 +115,7 @@ class MTPHeads(nn.Module, ABC):
             raise ValueError(f"these heads were trained on a {mine.grid} grid, but the backbone draws {theirs.grid}")
 
     def describe(self) -> dict[str, Any]:
-        """What config.json says: all that is needed to build these heads, without their weights."""
+        """config.json: all that is needed to build these heads, without their weights."""
         chosen = [o for o in self.options if getattr(self.config, o) != getattr(HeadsConfig, o)]
         return {
             "format": FORMAT,
@@ -128,7 +128,7 @@ class MTPHeads(nn.Module, ABC):
 
     @staticmethod
     def from_description(config: Any, where: str) -> "MTPHeads":
-        """Untrained heads as `describe` told; `where` is named in errors. Raises ValueError for what is not known."""
+        """Untrained heads from `describe`. Raises ValueError, beginning with `where`, for an unknown or wrong field."""
         kinds = {"format": int, "kind": str, "target": str, "offsets": [str, None], "backbone": dict}
         read_fields(config, where, kinds)
         for field, known in (("format", (FORMAT,)), ("kind", tuple(KINDS)), ("target", TARGETS)):
@@ -143,10 +143,9 @@ class MTPHeads(nn.Module, ABC):
             whole(f"{where}: a size of the backbone", size, 1)
         settings = HeadsConfig(kind=config["kind"], target=config["target"], **fields)
         try:
-            settings.check()
+            heads = kind(settings, TrainedOn(**{**owner, "grid": tuple(owner["grid"])}))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        heads = kind(settings, TrainedOn(**{**owner, "grid": tuple(owner["grid"])}))
         if config["offsets"] != heads.names:
             raise ValueError(f"{where}: offsets {config['offsets']} do not agree with {fields}")
         return heads
@@ -167,8 +166,8 @@ class MTPHeads(nn.Module, ABC):
     ) -> "MTPHeads":
         """Load exported heads from a folder or a hub id (`org/name`, `org/name@revision`); frozen, in eval mode.
 
-        With `backbone`, checks that they belong to it and takes over its device and dtype. Raises ValueError for a
-        missing folder, an unknown format, weights cut short or with a missing, unknown or misshapen tensor.
+        With `backbone`, they must belong to it and get its device and dtype. Raises ValueError for a missing folder, an
+        unknown format, weights cut short, and tensors that are missing, unknown or misshapen.
         """
         folder = find_folder(folder_or_id, revision, local_files_only)
         heads = cls.from_description(read_json(folder / CONFIG), f"{folder / CONFIG}")
@@ -194,9 +193,8 @@ class MTPHeads(nn.Module, ABC):
 
 
 def kind_of(name: str) -> type[MTPHeads]:
-    """The class of a kind of heads; by name, for a kind imports this module."""
-    module, _, kind = KINDS[name].partition(":")
-    return getattr(importlib.import_module(module), kind)
+    """The class of a kind of heads, imported here because its module imports this one."""
+    return find_named(KINDS[name], "heads.kind")
 
 
 def new_heads(config: HeadsConfig, backbone: Backbone, seed: int = 0) -> MTPHeads:

@@ -76,9 +76,8 @@ class Objective:
         self.names = list(pairs)
         for name in config.weights:
             if name not in self.names:
-                raise ValueError(
-                    f"loss.weights names {name!r}, but no such head is trained. {suggest(name, self.names)}"
-                )
+                known = suggest(name, self.names)
+                raise ValueError(f"loss.weights names {name!r}, but no such head is trained. {known}")
         weights = {name: config.weights.get(name, 1.0) for name in self.names}
         total = sum(weights.values())
         if not total:

@@ -24,8 +24,7 @@ def find_folder(place: str | Path, revision: str | None = None, local_files_only
         if not (Path(place) / CONFIG).is_file():
             raise ValueError(f"{place} holds no exported heads (no {CONFIG})")
         return Path(place)
-    hub = HUB_ID.fullmatch(str(place))
-    if hub is None:
+    if not (hub := HUB_ID.fullmatch(str(place))):
         raise ValueError(f"heads {str(place)!r} is neither a folder nor a hub id like org/name or org/name@revision")
     try:
         return fetch(hub["id"], revision or hub["revision"], local_files_only, also=[CARD, RECIPE])

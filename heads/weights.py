@@ -37,11 +37,10 @@ def fetch(
     part: str | None = "",
     also: Sequence[str] = (),
 ) -> Path:
-    """A folder itself, or the folder a hub id's files lie in, downloaded if need be.
+    """A folder itself, or that of a hub id's files, which are downloaded if the cache lacks them.
 
-    Of weights in several files only those that hold a tensor with `part` in its name; None = no weights. `also` names
-    files beside weights, JSON and templates. Raises ValueError, one sentence, if the hub has no such repository or
-    revision, cannot be reached, or may not be asked.
+    Of weights in several files, only those with a tensor that has `part` in its name are fetched; None = no weights.
+    `also` names files to fetch beside weights, JSON and templates. Raises ValueError if the hub does not give them.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -82,7 +81,7 @@ def _why(name: str, revision: str | None, local_files_only: bool, error: Excepti
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model. Raises ValueError, naming file, field and value, for what shapes cannot follow from."""
+    """config.json of a model. Raises ValueError, naming file, field and value, for fields no shape can follow from."""
     file = folder / "config.json"
     config = read_json(file)
     parts = read_fields(config, file, dict.fromkeys(("text_config", "vision_config", "vq_config"), (dict, None)))
@@ -106,7 +105,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def new_model(model_class: Any, config: Mapping[str, Any], where: str | Path, device: str = "meta") -> Any:
-    """A transformers model; on the meta device all shapes and no numbers. Raises ValueError if `config` makes none."""
+    """A transformers model without weights, on the meta device. Raises ValueError if `config` does not describe one."""
     try:
         with torch.device(device):
             return model_class(model_class.config_class.from_dict(dict(config)))
@@ -192,7 +191,7 @@ def stored_names(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def indexed(folder: Path) -> Iterator[Path]:
-    """The folder itself, or, of shards that have lost their index, a temporary one whose index leads to them."""
+    """The folder itself; if its shards lack an index, a temporary folder with one that points to them."""
     files = weight_files(folder)
     if not files or (folder / INDEX).is_file() or not SHARD.fullmatch(files[0].name):
         yield folder
@@ -207,8 +206,8 @@ def indexed(folder: Path) -> Iterator[Path]:
 def load_model(model_class: Any, folder: Path, like: str, dtype: Any = None, device_map: Any = None) -> "Loaded":
     """A transformers model from a folder, and what of its weights did not fit.
 
-    `like` is a published checkpoint of its layout, `dtype` None the checkpoint's own. Raises ValueError if there are no
-    weights, or config.json is another family's or makes no model.
+    `like` is a published checkpoint of its layout; `dtype` None is the checkpoint's own. Raises ValueError for missing
+    weights and for a config.json that is of another family or describes no model.
     """
     from safetensors import SafetensorError
     from transformers.utils import logging
@@ -250,7 +249,7 @@ def load_model(model_class: Any, folder: Path, like: str, dtype: Any = None, dev
 
 @dataclass
 class Loaded:
-    """A model, and the names of its weights that were not there, not known, or of another shape."""
+    """A model, and the names of weights that the checkpoint lacks, has too many, or has in another shape."""
 
     model: Any
     missing: list[str]
@@ -272,7 +271,7 @@ class Loaded:
         return self.model
 
     def prefix(self, names: list[str], missing: set[str]) -> str:
-        """What all `names` of a checkpoint begin with and the model's would not, if without it nothing is missing."""
+        """The prefix that all `names` of a checkpoint have, if nothing is `missing` once it is removed; else ''."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming, apply_renamings
 

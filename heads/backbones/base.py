@@ -1,7 +1,7 @@
 """The contract every backbone fulfils, written once; an adapter says only where its family differs.
 
 A backbone maps prompts and image tokens to hidden states h (before the final norm) aligned with the grid: h[y, x] is
-the state whose LM-head output is the distribution of the token at (y, x). It is frozen and in eval mode for ever.
+the state whose LM-head output is the distribution of the token at (y, x). It is frozen and always in eval mode.
 Image tokens are codes 0..V-1 everywhere outside an adapter; only adapters know vocabulary ids.
 """
 
@@ -44,10 +44,6 @@ class DecodeState:
     turn: int = 0
     """Which of the cache's pictures this is."""
 
-    @property
-    def batch(self) -> int:
-        return len(self.slots)
-
 
 class ImageHead(nn.Module):
     """The rows of an LM head that stand for image tokens, as a module of its own that shares the weight."""
@@ -68,13 +64,11 @@ class ImageHead(nn.Module):
 
 
 class Backbone(nn.Module, ABC):
-    """One frozen model. Subclasses set the attributes and write the abstract methods; the rest is common.
-
-    Attributes: `model` (the Hugging Face model), `grid`, `hidden_size`, `image_vocab_size`, `name`.
-    """
+    """One frozen model. Subclasses set the attributes and write the abstract methods; the rest is common."""
 
     adapter: ClassVar[str]
     model: Any
+    """The Hugging Face model."""
     grid: TokenGrid
     hidden_size: int
     image_vocab_size: int
@@ -116,8 +110,7 @@ class Backbone(nn.Module, ABC):
     def project(self, h: Tensor) -> Tensor:
         """(..., D) states after the final norm -> (..., V) logits over the image vocabulary only.
 
-        Through the call of the module that owns the weight, as in `ImageHead`: ZeRO-3 and FSDP gather a weight's parts
-        when its module is called.
+        Call the module that owns the weight, as `ImageHead` does: only then do ZeRO-3 and FSDP gather its parts.
         """
 
     @abstractmethod
@@ -130,7 +123,7 @@ class Backbone(nn.Module, ABC):
 
     @staticmethod
     def lighten(model: Any) -> None:
-        """Let go of what a checkpoint holds and drawing never reads: its picture tokenizer; adapters may add."""
+        """Remove what drawing never reads: the checkpoint's picture tokenizer; adapters may remove more."""
         for part in list(model.modules()):
             if "vqmodel" in part._modules:
                 part.vqmodel = nn.Identity()
@@ -176,10 +169,9 @@ class Backbone(nn.Module, ABC):
         return digest.hexdigest()
 
     def states(self, tokens: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-        """Teacher-forced states of whole pictures.
+        """Teacher-forced states: tokens (B, H, W), one prompt each -> h, e, both (B, H, W, D), aligned as above.
 
-        tokens (B, H, W) codes, one prompt each -> h, e, both (B, H, W, D), aligned as the module text says. One causal
-        forward over prompt and picture; rows are padded after their end, where nothing sees it.
+        One causal forward over prompt and picture; padding comes after a row's end, where no state sees it.
         Raises ValueError if the tokens do not fit the grid or the vocabulary.
         """
         B, H, W = tokens.shape
@@ -207,16 +199,15 @@ class Backbone(nn.Module, ABC):
             raise ValueError(f"tokens are {H}x{W}, but the backbone's grid is {self.grid.height}x{self.grid.width}")
         if tokens.numel() == 0:
             raise ValueError("no image tokens in the batch")
-        low, high = int(tokens.min()), int(tokens.max())
+        low, high = map(int, tokens.aminmax())
         if low < 0 or high >= self.image_vocab_size:
             raise ValueError(f"image tokens reach {low}..{high}; the backbone knows 0..{self.image_vocab_size - 1}")
 
     def compile_decoding(self) -> None:
-        """Compile the decoding forward, for every decoder alike: layers with torch.compile, and on a GPU the whole step
-        as a CUDA graph for each shape that comes again (`graphs.Recorded`).
+        """Compile the layers with torch.compile and, on a GPU, record the whole step as a CUDA graph for each shape
+        that is met again (`graphs.Recorded`), for every decoder. The prefill, whose length varies, is not compiled.
 
-        The first forwards take seconds. The cache is read in blocks and used again by the next picture, so a picture
-        must be finished before the next begins. The prefill is not compiled: its length is another for every prompt.
+        The first forwards take seconds. The next picture reuses the cache, so a picture must be finished before it.
         """
         if not self.compiled:
             self.compiled = True
@@ -226,11 +217,11 @@ class Backbone(nn.Module, ABC):
                 self.step = Recorded(self.step)  # type: ignore[method-assign]
 
     def compile_layers(self) -> None:
-        """Compile what `step` spends its time in; an adapter on layers of its own kind compiles those."""
+        """Compile what `step` spends its time in; an adapter may compile its layers instead."""
         self.step = torch.compile(self.step, dynamic=True)  # type: ignore[method-assign]
 
     def _new_cache(self, rows: int, longest: int) -> "RaggedCache":
-        """Room for prompts of `longest` tokens and a picture; compiled forwards get the one they know, if it fits."""
+        """Room for prompts of `longest` tokens and a picture; compiled forwards reuse their cache if it fits."""
         from draftgrid.heads.backbones.cache import RaggedCache
 
         # A ragged window is padded after its end; the pads need a place in the cache too.
@@ -248,9 +239,7 @@ class Backbone(nn.Module, ABC):
 
         Returns the state and h[0, 0] as (G, B, 1, D).
         """
-        rows: list[Prompt] = [*prompts]
-        if guidance != 1.0:
-            rows += unconditional_prompts(prompts)
+        rows: list[Prompt] = [*prompts, *(unconditional_prompts(prompts) if guidance != 1 else ())]
         ids = self.ids_of(rows)
         B, lengths = len(prompts), [len(i) for i in ids]
         embeds = pad_sequence([self.embed_ids(i.to(self.device)) for i in ids], batch_first=True)
@@ -266,10 +255,9 @@ class Backbone(nn.Module, ABC):
     def forward(self, state: DecodeState, tokens: Tensor, first: list[int]) -> Tensor:
         """One step: feed L image tokens per sample and read the states after them.
 
-        tokens (B, L) are the codes at positions first[b] .. first[b] + L - 1; the cache must hold exactly what comes
-        before (`rollback` sees to it). Returns h (G, B, L, D) of positions first[b] + 1 .. first[b] + L. Structure
-        tokens travel with the row's last token and cost no forward of their own. Raises ValueError if a later `start`
-        of the compiled backbone took the cache.
+        tokens (B, L) are the codes at positions first[b] .. first[b] + L - 1; the cache must hold exactly what precedes
+        them (see `rollback`). Returns h (G, B, L, D) of positions first[b] + 1 .. first[b] + L. Structure tokens are
+        fed with a row's last token. Raises ValueError if a later `start` of the compiled backbone took the cache.
         """
         (B, L), G, grid = tokens.shape, state.branches, self.grid
         if state.turn != state.cache.turn:
@@ -321,10 +309,10 @@ class Backbone(nn.Module, ABC):
 
     @classmethod
     def from_model(cls, model: Any, processor: Any, **settings: Any) -> Self:
-        """Wrap a model the caller already holds (finetuned, quantised); it is frozen and put in eval mode.
+        """Wrap a model in memory (finetuned, quantised); it is frozen and put in eval mode.
 
-        `Backbone.from_model` finds the adapter by the model's config.model_type. `settings` are the adapter's: grid,
-        name, ... Raises ValueError for a model of no known family.
+        `Backbone.from_model` finds the adapter by config.model_type; `settings` are the adapter's (grid, name, ...).
+        Raises ValueError for a model of no known family.
         """
         if inspect.isabstract(cls):
             return family_of(model).from_model(model, processor, **settings)
@@ -337,5 +325,5 @@ class Backbone(nn.Module, ABC):
     ) -> Self:
         """The checkpoint in a folder, not yet frozen; `dtype` None is its own.
 
-        Raises ValueError naming a key that the weights lack, or have too many or misshapen.
+        Raises ValueError naming a missing, unknown or misshapen weight.
         """

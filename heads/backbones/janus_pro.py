@@ -43,7 +43,7 @@ class JanusProBackbone(TransformerBackbone):
     def __init__(
         self, model: Any, processor: Any, grid: tuple[int, int] | None = None, name: str = "janus_pro"
     ) -> None:
-        """`grid` is the checkpoint's own, 24x24, unless told. Raises ValueError if the model is none of this family."""
+        """`grid` None is the checkpoint's own, 24x24. Raises ValueError for a model of another family."""
         super().__init__()
         parts: Any = getattr(model, "model", None)
         if not hasattr(parts, "generation_head") or not hasattr(parts, "language_model"):
@@ -58,7 +58,7 @@ class JanusProBackbone(TransformerBackbone):
 
     @staticmethod
     def lighten(model: Any) -> None:
-        """Of Janus-Pro-7B's 7.41 billion parameters 0.82 go."""
+        """Removes 0.82 billion of Janus-Pro-7B's 7.41 billion parameters."""
         for path in UNUSED:
             owner, _, name = path.rpartition(".")
             setattr(model.get_submodule(owner), name, nn.Identity())

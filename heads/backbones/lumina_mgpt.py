@@ -62,9 +62,8 @@ class LuminaBackbone(VocabularyBackbone):
         self._header = [IMAGE_START, *(SIZE.format(8800 + n // 2) for n in grid)]
         lacking = [n for n in (BOS, TURN_END, ROW_END, *self._header) if n not in words]
         if lacking:
-            raise ValueError(
-                f"{name}: config.vocabulary_map lacks {lacking}; is it a Lumina-mGPT, and grid one of its?"
-            )
+            why = "is it a Lumina-mGPT, and grid one of its?"
+            raise ValueError(f"{name}: config.vocabulary_map lacks {lacking}; {why}")
         self._words = words
         self.take_codes(image_codes(words))
 

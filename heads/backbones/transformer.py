@@ -1,5 +1,5 @@
 """What adapters on transformers' decoder-only text models share: the layers, the state before the final norm, and image
-codes that are words of the text vocabulary. A family says its prompts, its header and where its parts are.
+codes that are words of the text vocabulary. A family's adapter adds prompts and header and names the model's parts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +40,7 @@ class TransformerBackbone(Backbone):
     def from_pretrained(
         cls, folder: Path, dtype: torch.dtype | None = None, device_map: Any = None, **settings: Any
     ) -> Self:
-        """Raises ValueError naming a weight that is absent, unknown or of another shape. Lets go of what drawing never
-        reads."""
+        """Raises ValueError naming a missing, unknown or misshapen weight. Leaves out what drawing never reads."""
         import transformers
 
         loaded = load_model(getattr(transformers, cls.model_class), folder, cls.like, dtype, device_map)
@@ -78,8 +77,8 @@ class TransformerBackbone(Backbone):
         return self._layers(self.compiled_layer or one_layer, embeds, positions, mask, cache)
 
     def compile_layers(self) -> None:
-        """One layer is compiled, and serves all: they differ in weights and cache alone, which are its inputs."""
-        # Windows of one token, batches of one row, other models in this process: each is a graph of the same function.
+        """One layer is compiled for all: they differ only in weights and cache, which are inputs."""
+        # Windows of one token, batches of one row and other models in the process each need a graph of this function.
         dynamo = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, 32)
         self.compiled_layer = torch.compile(one_layer, dynamic=True)
@@ -118,7 +117,7 @@ def one_layer(
     rotary: tuple[Tensor, Tensor],
     cache: CacheLayerMixin,
 ) -> Tensor:
-    """A decoder layer on (R, L, D), with its own layer of the cache: which number it has in the model plays no part."""
+    """A decoder layer on (R, L, D) with its own layer of the cache, whatever its number in the model."""
     out = layer(h, attention_mask=mask, position_embeddings=rotary, position_ids=positions, cache=cache, use_cache=True)
     return out[0] if isinstance(out, tuple) else out  # Chameleon's layers wrap it
 

@@ -3,6 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -39,11 +40,11 @@ class ImageTokenizer(ABC):
 
     @classmethod
     @abstractmethod
-    def from_pretrained(cls, folder: str | Path) -> "ImageTokenizer": ...
+    def from_pretrained(cls, folder: str | Path) -> Self: ...
 
     @abstractmethod
-    def to(self, device: str | torch.device) -> "ImageTokenizer":
-        """Moved there, itself."""
+    def to(self, device: str | torch.device) -> Self:
+        """Moves it to the device; returns itself."""
 
     @property
     def codebook_size(self) -> int:

@@ -7,7 +7,7 @@ published Lumina-mGPT checkpoints have neither.
 
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import yaml
@@ -65,7 +65,7 @@ class ChameleonVQ(LearnedTokenizer):
         self.write_processor(folder, rescale_factor=1 / 255)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, decoder: str | Path | None = None) -> "ChameleonVQ":
+    def from_pretrained(cls, folder: str | Path, decoder: str | Path | None = None) -> Self:
         """`folder` is one of the two kinds above, or vqgan.ckpt itself; `decoder` is vqgan.ckpt or its folder.
 
         Raises ValueError if weights are absent, lack a key, have one too many or another size, and if the decoder

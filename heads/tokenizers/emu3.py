@@ -4,7 +4,7 @@ Only the tensors under `vqmodel.` are read, so the language model beside them co
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Emu3VQ(LearnedTokenizer):
         return self.pixels(self.model.decode(tokens.to(self.mean.device)))
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "Emu3VQ":
+    def from_pretrained(cls, folder: str | Path) -> Self:
         """Raises ValueError as `checkpoint_model`."""
         from transformers import Emu3VQVAE
 

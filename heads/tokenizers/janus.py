@@ -7,7 +7,7 @@ gives other codes than the model was trained on.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class JanusVQ(LearnedTokenizer):
         return self.pixels(self.model.decoder(self.model.post_quant_conv(z)))
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "JanusVQ":
+    def from_pretrained(cls, folder: str | Path) -> Self:
         """Raises ValueError as `checkpoint_model`."""
         from transformers import JanusVQVAE
 

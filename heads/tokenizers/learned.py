@@ -2,7 +2,7 @@
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -34,13 +34,13 @@ class LearnedTokenizer(ImageTokenizer):
 
     @property
     def fingerprint(self) -> str:
-        """The encoder's last weights and the normalisation decide about the codes too; a decoder does not."""
+        """Also over the encoder's last weights and the normalisation, which decide the codes; not over the decoder."""
         digest = hashlib.sha256(super().fingerprint.encode())
         for tensor in (self.mean, self.std, *self.model.quant_conv.parameters()):
             digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
         return digest.hexdigest()
 
-    def to(self, device: str | torch.device) -> "LearnedTokenizer":
+    def to(self, device: str | torch.device) -> Self:
         self.model.to(device)
         self.mean, self.std = self.mean.to(device), self.std.to(device)
         return self
@@ -65,10 +65,12 @@ class LearnedTokenizer(ImageTokenizer):
 
 
 def normalisation(folder: Path, side: int) -> tuple[list[float], list[float], int]:
-    """(mean, std, side) of pictures in [0, 1], as the checkpoint's preprocessor has them; 0.5, 0.5, `side` if it says
-    none. A rescale_factor other than 1 / 255 is folded in: transformers' Chameleon multiplies 0..255 by .0078."""
+    """(mean, std, side) of pictures in [0, 1] from the checkpoint's preprocessor; 0.5, 0.5, `side` if it has none.
+
+    A rescale_factor other than 1 / 255 is folded in: transformers' Chameleon multiplies 0..255 by .0078.
+    """
     mean, std, scale = [0.5] * 3, [0.5] * 3, 1.0
-    # Published checkpoints have them in the first, those that transformers 5 writes in the second, which wins.
+    # Published checkpoints have the first file, those that transformers 5 writes the second, which wins.
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (folder / name).is_file():
             found = read_json(folder / name)
@@ -81,7 +83,7 @@ def normalisation(folder: Path, side: int) -> tuple[list[float], list[float], in
 
 
 def picture_side(folder: Path, patch: int, side: int) -> int:
-    """Of a checkpoint that says its grid, what that is in pixels; else `side`."""
+    """The side in pixels of the grid that the checkpoint's card names; `side` if it names none."""
     grid = read_card(folder).get("grid")
     return grid[0] * patch if grid else side
 
@@ -89,7 +91,7 @@ def picture_side(folder: Path, patch: int, side: int) -> int:
 def read_checkpoint(folder: Path, family: str, advice: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(config, weights by its own names) of a tokenizer: alone in the folder, or within a language model of `family`.
 
-    Raises ValueError if there are no such weights; `advice` ends it.
+    Raises ValueError, ending with `advice`, if there are no such weights.
     """
     config = read_config(folder)
     whole = config.get("model_type") == family

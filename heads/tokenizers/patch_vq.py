@@ -4,6 +4,7 @@ Not a learned autoencoder: a code is the mean of the patches assigned to it, so 
 """
 
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors import SafetensorError
@@ -26,7 +27,7 @@ class PatchVQ(ImageTokenizer):
     def codebook(self) -> Tensor:
         return self._codebook
 
-    def to(self, device: str | torch.device) -> "PatchVQ":
+    def to(self, device: str | torch.device) -> Self:
         self._codebook = self._codebook.to(device)
         return self
 
@@ -54,7 +55,7 @@ class PatchVQ(ImageTokenizer):
         write_json(folder / "tokenizer_config.json", config)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "PatchVQ":
+    def from_pretrained(cls, folder: str | Path) -> Self:
         """Raises ValueError if a file is missing or damaged."""
         folder = Path(folder)
         config = read_json(folder / "tokenizer_config.json")
