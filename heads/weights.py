@@ -213,8 +213,7 @@ def load_model(model_class: Any, folder: Path, like: str, dtype: Any = None, dev
     from transformers.utils import logging
 
     config, wanted = read_config(folder), model_class.config_class.model_type
-    if config.get("model_type") != wanted:
-        kind = config.get("model_type")
+    if (kind := config.get("model_type")) != wanted:
         raise ValueError(f"{folder}/config.json: model_type is {kind!r}, not {wanted!r}; take files as those of {like}")
     model = new_model(model_class, config, folder / "config.json")
     count = sum(p.numel() for name, p in model.named_parameters() if "vqmodel." not in name)
@@ -256,10 +255,10 @@ class Loaded:
     unknown: list[str]
     misshapen: list[str]
 
-    def check(self, folder: Path, ignore: str | None = None) -> Any:
+    def check(self, folder: Path, ignore: tuple[str, ...] = ()) -> Any:
         """The model. Raises ValueError naming the first weights that do not fit and do not begin with `ignore`."""
         missing, wrong = (
-            [n for n in names if ignore is None or not n.startswith(ignore)]
+            [n for n in names if not n.startswith(ignore)]
             for names in (self.missing, sorted([*self.unknown, *self.misshapen]))
         )
         if missing or wrong:

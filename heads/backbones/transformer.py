@@ -30,7 +30,7 @@ class TransformerBackbone(Backbone):
     """transformers' name of it."""
     like: ClassVar[str]
     """A published checkpoint of the family."""
-    apart: ClassVar[str | None] = None
+    apart: ClassVar[tuple[str, ...]] = ()
     """What the names of weights begin with that are no part of the backbone, and may be absent."""
     load_processor: ClassVar[Any]
     text: Any
@@ -125,7 +125,7 @@ def one_layer(
 class VocabularyBackbone(TransformerBackbone):
     """Image codes are words of the text vocabulary: rows of its embedding and of its LM head."""
 
-    apart = "model.vqmodel."
+    apart = ("model.vqmodel.",)
     processor: Any
     unconditional: str | None = None
     image_ids: Tensor

@@ -4,6 +4,7 @@ The architecture is taming-transformers' (arXiv 2012.09841): residual blocks of 
 middle, halving by strided convolutions and doubling by nearest neighbours. No training code and no discriminator.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import torch
@@ -78,13 +79,9 @@ class Attention(nn.Module):
         return x + self.proj_out(rearrange(found, "b (h w) d -> b d h w", h=x.shape[2]))
 
 
-class Middle(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.block_1, self.attn_1, self.block_2 = Block(width, width), Attention(width), Block(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block_2(self.attn_1(self.block_1(x)))
+def middle(width: int) -> nn.Sequential:
+    block_1, block_2 = Block(width, width), Block(width, width)
+    return nn.Sequential(OrderedDict(block_1=block_1, attn_1=Attention(width), block_2=block_2))
 
 
 class Resample(nn.Module):
@@ -130,7 +127,7 @@ class Encoder(nn.Module):
             Level(into, out, sizes.blocks, sizes.attends(i), "downsample" if i < last else "")
             for i, (into, out) in enumerate(zip([sizes.channels, *widths], widths, strict=False))
         )
-        self.mid, self.norm_out = Middle(widths[-1]), norm(widths[-1])
+        self.mid, self.norm_out = middle(widths[-1]), norm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], sizes.latent, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,7 +144,7 @@ class PixelDecoder(nn.Module):
         super().__init__()
         widths = sizes.widths
         self.conv_in = nn.Conv2d(sizes.latent, widths[-1], 3, padding=1)
-        self.mid = Middle(widths[-1])
+        self.mid = middle(widths[-1])
         self.up = nn.ModuleList(  # numbered as the encoder's levels, and run from the last to the first
             Level(into, out, sizes.blocks + 1, sizes.attends(i), "upsample" if i else "")
             for i, (into, out) in enumerate(zip([*widths[1:], widths[-1]], widths, strict=True))
@@ -161,19 +158,14 @@ class PixelDecoder(nn.Module):
         return self.conv_out(silu(self.norm_out(x)))
 
 
-class Codebook(nn.Module):
-    def __init__(self, codes: int, size: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(codes, size)
-
-
 class VQGAN(nn.Module):
     """All of it; `pixels=False` leaves the decoder out."""
 
     def __init__(self, sizes: Sizes, pixels: bool = True) -> None:
         super().__init__()
         self.sizes = sizes
-        self.encoder, self.quantize = Encoder(sizes), Codebook(sizes.codes, sizes.code_size)
+        self.encoder = Encoder(sizes)
+        self.quantize = nn.ModuleDict({"embedding": nn.Embedding(sizes.codes, sizes.code_size)})
         self.quant_conv = nn.Conv2d(sizes.latent, sizes.code_size, 1)
         self.post_quant_conv = nn.Conv2d(sizes.code_size, sizes.latent, 1)
         self.decoder = PixelDecoder(sizes) if pixels else None
@@ -185,7 +177,7 @@ class VQGAN(nn.Module):
     def draw(self, codes: Tensor) -> Tensor:
         """(B, H, W) -> (B, 3, h, w), about [-1, 1]."""
         assert self.decoder is not None
-        return self.decoder(self.post_quant_conv(self.quantize.embedding(codes).movedim(-1, 1)))
+        return self.decoder(self.post_quant_conv(self.quantize["embedding"](codes).movedim(-1, 1)))
 
 
 def new_vqgan(sizes: Sizes, pixels: bool = True) -> VQGAN:
