@@ -110,6 +110,7 @@ class Checks:
     def __init__(self, backbone: Backbone, tokenizer: ImageTokenizer | None, reason: str, rows: int, seed: int) -> None:
         self.backbone, self.grid, self.image_tokenizer, self.reason = backbone, backbone.grid, tokenizer, reason
         self.tolerance = TOLERANCE.get(backbone.dtype, max(TOLERANCE.values()))
+        self.dtype = str(backbone.dtype).removeprefix("torch.")
         H, W = self.grid.height, self.grid.width
         self.rows = min(rows or max(2, SINGLES // W), H)
         generator = torch.Generator().manual_seed(seed)
@@ -160,9 +161,8 @@ class Checks:
         b, grid = self.backbone, self.grid
         text = (
             f"{b.name}: adapter {b.adapter}, grid {grid.height}x{grid.width} with {grid.row_end} structure tokens a "
-            f"row, hidden size {b.hidden_size}, {b.image_vocab_size} codes, "
-            f"{sum(p.numel() for p in b.parameters()):,} parameters, "
-            f"{str(b.dtype).removeprefix('torch.')} on {b.device}, fingerprint {b.fingerprint[:16]}"
+            f"row, hidden size {b.hidden_size}, {b.image_vocab_size} codes, {sum(p.numel() for p in b.parameters()):,} "
+            f"parameters, {self.dtype} on {b.device}, fingerprint {b.fingerprint[:16]}"
         )
         e = b.embed(self.flat[:1])
         sizes = {
@@ -348,14 +348,13 @@ class Checks:
         positions = torch.arange(embeds.shape[1], device=b.device)[None]
         h, shaken = (b.trunk(x, positions, None, None)[0] for x in (embeds, embeds * (1 + eps * sign)))
         differ = self.worst(shaken, h)
-        name = str(b.dtype).removeprefix("torch.")
         return Line(
             "rounding",
             differ <= self.tolerance,
             f"inputs changed in their last bit move states by {differ:.1e}; the tolerance of all lines is "
-            f"{self.tolerance:g} in {name}",
-            f"In {name} this model's rounding hides what the lines above look for: check it with a wider dtype=, and "
-            "look for values that overflow.",
+            f"{self.tolerance:g} in {self.dtype}",
+            f"In {self.dtype} this model's rounding hides what the lines above look for: check it with a wider dtype= "
+            "and look for values that overflow.",
         )
 
     def tokenizer(self) -> Line:

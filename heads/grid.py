@@ -66,10 +66,8 @@ class TokenGrid:
         if dy < 0 or (dy == 0 and dx <= 0):
             raise ValueError(f"offset {offset} points to a known token; use dy > 0, or dy = 0 and dx > 0")
         cells = torch.arange(self.positions)
-        y, x = cells // self.width, cells % self.width
-        inside = (y + dy < self.height) & (x + dx < self.width) & (x + dx >= 0)
-        source = cells[inside]
-        return source, source + dy * self.width + dx
+        target, inside = (found[:, 0] for found in self.around(cells, [offset]))
+        return cells[inside], target[inside]
 
     def around(self, position: Tensor, cells: Sequence[Offset]) -> tuple[Tensor, Tensor]:
         """Positions (...,) -> (index, inside), (..., N) each: the N cells (dy, dx) away, and which are in the picture.

@@ -36,8 +36,7 @@ def write_folder(
     folder: str | Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], card: str, recipe: str
 ) -> None:
     """Write the folder, whole or not at all. Raises ValueError for a tensor without elements."""
-    empty = [k for k, v in tensors.items() if not v.numel()]
-    if empty:
+    if empty := [k for k, v in tensors.items() if not v.numel()]:
         raise ValueError(f"tensors {empty[:3]} are empty; gather the shards of all ranks before exporting")
     with atomic_folder(folder) as temporary:
         # Through Python's own write: safetensors reports a full disk as an error of no particular kind.

@@ -48,7 +48,6 @@ class PatchVQ(ImageTokenizer):
 
     def save_pretrained(self, folder: str | Path) -> None:
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         with atomic(folder / "codebook.safetensors") as temporary:
             temporary.write_bytes(save({"codebook": self._codebook.contiguous()}))
         config = {"image_tokenizer": "patch_vq", "patch": self.patch, "image_size": self.image_size}
