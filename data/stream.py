@@ -35,7 +35,7 @@ class Batch:
     tokens: Tensor
     """(B, H, W) codes; fewer than the batch size where samples are broken, but never none."""
     captions: list[str | Unconditional]
-    """A dropped caption is its unconditional twin."""
+    """A dropped caption is replaced by its unconditional prompt."""
     keys: list[str]
     origins: list[str] = field(default_factory=list)
     """Name of the shard set each sample comes from."""

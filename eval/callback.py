@@ -29,7 +29,7 @@ from draftgrid.eval.setup import DecoderSpec, Loaded, choose, parse_decoders
 from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.distributions import acceptance
 from draftgrid.heads.mtp import MTPHeads
-from draftgrid.heads.prompts import twins
+from draftgrid.heads.prompts import unconditional_prompts
 from draftgrid.heads.tokenizers import ImageTokenizer
 from draftgrid.training.module import HeadsModule
 
@@ -165,7 +165,9 @@ class Preview(Callback):
         sums = {name: [0.0, 0] for name in heads.train_pairs(backbone.grid)}
         for numbers in batches(range(len(tokens)), self.config.batch_size):
             part, prompts = tokens[list(numbers)], [self.prompts[i] for i in numbers]
-            branches: list[list[Any]] = [prompts] if self.sampling.guidance == 1 else [prompts, twins(prompts)]
+            branches: list[list[Any]] = [prompts]
+            if self.sampling.guidance != 1:
+                branches.append(unconditional_prompts(prompts))
             read = [backbone.states(part, branch) for branch in branches]
             h = torch.stack([heads.states(backbone, states.flatten(1, 2)) for states, _ in read])
             e = read[0][1].flatten(1, 2)

@@ -1,25 +1,25 @@
 """ChainHeads: one head that predicts every cell from the cells above it and the token to its left.
 
 A trunk reads states and embeddings of three cells of the row above (right above and the two to its right, whose states
-have read what lies left of them), with rows=2 also of two in the row above that, each squeezed to `cell` numbers, for a
-whole window in one call. With `recent` it reads the newest drawn cell too, whose state has read all that lies before,
-where that is at most so many cells to the left. The left token
-(with lefts=2 the second to the left too) enters last and cheaply, through a gated layer of `rank` units whose input is
-a part per position plus one per token:
+depend on what lies left of them), with rows=2 also of two in the row above that, each projected to `cell` numbers, for
+a whole window in one call. With `recent` it also reads the newest drawn cell, whose state depends on all tokens before
+it, if that is at most `recent` cells to the left. The left token (with lefts=2 also the second to the left) enters last
+and cheaply, through a gated layer of `rank` units whose input is a part per position plus one per token:
 
     z = [P (h; e) of each cell],    t = W0 z + SwiGLU(RMSNorm(W0 z)),    u = GLU(C RMSNorm(t) + A e_left),
     h_hat = t + M u
 
-So positions can be drafted left to right, each with its newest left token, for a small product a position: the final
-norm only scales (with target=h_post there is none) and the LM head is linear, so
+So positions can be drafted left to right, each with its newest left token, for two small products a position: the
+final norm only scales (with target=h_post there is none) and the LM head is linear, so
 logits(h_hat) = (L t + L M u) / rms(t + M u) with L the linear part of norm and head; L t comes with the trunk, and L M
-is computed once. A head that is not linear is asked as a whole at each position. Missing neighbours are zeros. The head
-never looks right of the left token, so a decoder may record its distribution as the law of a token drawn from it.
+is computed once. An LM head that is not linear is run in full at each position. Missing neighbours are zeros. The head
+never looks right of the left token, so a decoder may record its distribution as that of a token drawn from it.
 """
 
 import torch
 from torch import Tensor, nn
 
+from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.blocks import OffsetHead, RMSNorm
 from draftgrid.heads.config import HeadsConfig
 from draftgrid.heads.grid import TokenGrid
@@ -41,9 +41,7 @@ class ChainHeads(MTPHeads):
     options = ("rows", "lefts", "recent", "project_rank")
 
     def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
-        super().__init__()
-        config.check()
-        self.config, self.trained_on = config, trained_on
+        super().__init__(config, trained_on)
         D = trained_on.hidden_size
         self.rank = config.rank or max(1, D // 4)
         self.grid = TokenGrid(*trained_on.grid)
@@ -59,6 +57,12 @@ class ChainHeads(MTPHeads):
         self.late_left = nn.Linear(D, 2 * self.rank, bias=False)
         self.late_second = nn.Linear(D, 2 * self.rank, bias=False) if config.lefts == 2 else None
         self.late_down = nn.Linear(self.rank, D, bias=False)
+
+    @classmethod
+    def check_fit(cls, config: HeadsConfig, backbone: Backbone) -> None:
+        """Raises ValueError for a backbone whose logits are not linear in the state, although it says linear_head."""
+        if backbone.linear_head:
+            check_linear(backbone, config.target)
 
     @property
     def names(self) -> list[str]:
@@ -83,8 +87,8 @@ class ChainHeads(MTPHeads):
         near = None
         if distance is not None:
             distance = distance * (distance <= position % self.grid.width)
-            source = (position - distance)[..., None].expand(-1, -1, h.shape[-1])
-            near = h.gather(1, source), e.gather(1, source), distance
+            source = (position - distance)[..., None]
+            near = h.take_along_dim(source, 1), e.take_along_dim(source, 1), distance
         t, c = self.look(h[:, index], e[:, index], inside, near)
         entering = self.late_left(self._beside(e if left is None else left, 1))
         if self.late_second is not None:
@@ -104,7 +108,7 @@ class ChainHeads(MTPHeads):
         return left, self.distances(rows, generator).repeat(branches, 1) if self.config.recent else None
 
     def distances(self, rows: int, generator: torch.Generator) -> Tensor:
-        """(rows, T - 1) to train with: a third 0, the others 1 .. `recent`."""
+        """(rows, T - 1) distances to train with: a third are 0, the others 1 .. `recent`."""
         shape, device = (rows, self.grid.positions - 1), generator.device
         found = torch.randint(1, self.config.recent + 1, shape, generator=generator, device=device)
         return found * (torch.rand(shape, generator=generator, device=device) > 1 / 3)
@@ -128,5 +132,30 @@ class ChainHeads(MTPHeads):
         return t, self.late_trunk(self.late_norm(t))
 
     def gate(self, u: Tensor) -> Tensor:
-        """The parts of position and left tokens, added up, (..., 2 r) -> the gated units (..., r)."""
+        """The sum of the parts of position and left tokens (..., 2 r) -> the gated units (..., r)."""
         return nn.functional.glu(u, dim=-1)
+
+
+def linear_part(backbone: Backbone, h: Tensor, target: str) -> Tensor:
+    """L h (..., V) of states h (..., D), L being the linear part of final norm and LM head.
+
+    It is scaled so that the logits are L h over the plain norm |h|; with target=h_post, where h is normed already, L h.
+    """
+    if target == "h_post":
+        return backbone.project(h)
+    return backbone.logits(h) * torch.linalg.vector_norm(h, dim=-1, keepdim=True)
+
+
+@torch.no_grad()
+def check_linear(backbone: Backbone, target: str) -> None:
+    """Raises ValueError unless L(a + b) = L a + L b on random states: what drafting computes ahead relies on it."""
+    a, b = torch.randn(2, 4, backbone.hidden_size, generator=torch.Generator().manual_seed(0))
+    a += 1  # a LayerNorm, which also takes off the mean, shows where means differ
+    a, b = a.to(backbone.device, backbone.dtype), b.to(backbone.device, backbone.dtype)
+    whole, parts = (linear_part(backbone, h, target) for h in (a + b, torch.cat([a, b])))
+    tolerance = 2e-2 if backbone.dtype in (torch.bfloat16, torch.float16) else 1e-3
+    if (whole - parts[:4] - parts[4:]).abs().max() > tolerance * whole.abs().max():
+        raise ValueError(
+            f"chain heads need a backbone with a plain RMS norm at its end and a linear head after it, or with "
+            f"linear_head = False; {backbone.name} has neither"
+        )

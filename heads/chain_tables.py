@@ -2,17 +2,17 @@
 code and, where the LM head is linear, its product with the late layer, so that a drafted position costs two small
 products."""
 
-import math
-from abc import ABC, abstractmethod
-
 import torch
 from torch import Tensor
 
 from draftgrid.heads.backbones.base import Backbone
-from draftgrid.heads.chain import ChainHeads
+from draftgrid.heads.chain import ChainHeads, check_linear, linear_part
 
 
-class ChainTables(ABC):
+class ChainTables:
+    """For an LM head that is no linear map (Janus-Pro's is an MLP): each drafted position goes through final norm and
+    head as a whole, and only the left tokens' part is computed ahead."""
+
     def __init__(self, heads: ChainHeads, backbone: Backbone) -> None:
         self.heads, self.backbone = heads, backbone
         codes = torch.arange(backbone.image_vocab_size, device=backbone.device)
@@ -21,32 +21,30 @@ class ChainTables(ABC):
         self.left = [torch.cat([a, torch.zeros_like(a[:1])]) for a in entering]
         """(V + 1, 2 r) for the left token, then the second to the left; row V stands for none in this row."""
 
-    @abstractmethod
     def base(self, t: Tensor) -> Tensor:
-        """Trunk outputs t (..., D) -> what `logits` needs of them, (..., V + D) or (..., D)."""
+        """Trunk outputs t (..., D) -> what `logits` needs of them: t itself."""
+        return t
 
-    @abstractmethod
     def logits(self, base: Tensor, u: Tensor) -> Tensor:
         """base (R, ...) of one position and its gated units u (R, r) -> (R, V): the backbone's logits of t + M u."""
+        return self.heads.logits(self.backbone, base + self.heads.late_down(u))
 
 
 class LinearTables(ChainTables):
-    """For a linear LM head behind a plain RMS norm: L t comes with the trunk, L M is computed once."""
+    """For a linear LM head after a plain RMS norm: L t comes with the trunk, L M is computed once."""
 
     def __init__(self, heads: ChainHeads, backbone: Backbone) -> None:
         """Raises ValueError for a backbone whose final norm is no RMS norm."""
         super().__init__(heads, backbone)
+        check_linear(backbone, heads.config.target)
         self.normed = heads.config.target != "h_post"
         down = heads.late_down.weight.T  # (r, D)
         # Far above the norm's epsilon, which a column of M alone might not be.
         self.down = torch.cat([self._linear(1e3 * down) / 1e3, down], dim=-1)
-        """(r, V + D): M u and its logits before they are divided by the norm."""
-        self._check(down)
+        """(r, V + D): L M, then M."""
 
     def _linear(self, h: Tensor) -> Tensor:
-        """L h (..., V), times the root of D so that dividing by the plain norm of h gives the logits."""
-        logits = self.heads.logits(self.backbone, h)
-        return logits * torch.linalg.vector_norm(h, dim=-1, keepdim=True) if self.normed else logits
+        return linear_part(self.backbone, h, self.heads.config.target)
 
     def base(self, t: Tensor) -> Tensor:
         """(..., D) -> (..., V + D): L t and t."""
@@ -57,30 +55,7 @@ class LinearTables(ChainTables):
         V = self.backbone.image_vocab_size
         return both[:, :V] / torch.linalg.vector_norm(both[:, V:], dim=-1, keepdim=True) if self.normed else both[:, :V]
 
-    def _check(self, down: Tensor) -> None:
-        t = down[: min(4, len(down))] * math.sqrt(down.shape[1]) / down.norm(dim=-1, keepdim=True)[:4]
-        u = torch.ones(len(t), len(down), device=t.device, dtype=t.dtype)
-        true, mine = self.heads.logits(self.backbone, t + u @ down), self.logits(self.base(t), u)
-        tolerance = 2e-2 if down.dtype in (torch.bfloat16, torch.float16) else 1e-3
-        if (true - mine).abs().max() > tolerance * true.abs().max():
-            raise ValueError(
-                f"chain heads need a backbone with a plain RMS norm at its end and a linear head behind it, or with "
-                f"linear_head = False; {self.backbone.name} has neither"
-            )
-
-
-class WholeTables(ChainTables):
-    """For an LM head that is no linear map (Janus-Pro's is an MLP): nothing can be computed ahead, so each drafted
-    position goes through final norm and head as a whole."""
-
-    def base(self, t: Tensor) -> Tensor:
-        """(..., D) -> t itself."""
-        return t
-
-    def logits(self, base: Tensor, u: Tensor) -> Tensor:
-        return self.heads.logits(self.backbone, base + self.heads.late_down(u))
-
 
 def chain_tables(heads: ChainHeads, backbone: Backbone) -> ChainTables:
     """Raises ValueError for a backbone with a linear head whose final norm is no RMS norm."""
-    return (LinearTables if backbone.linear_head else WholeTables)(heads, backbone)
+    return (LinearTables if backbone.linear_head else ChainTables)(heads, backbone)

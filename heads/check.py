@@ -20,7 +20,7 @@ from draftgrid.common.cli import key, main, suggest
 from draftgrid.common.device import pick_device
 from draftgrid.heads.backbones import Backbone, load_backbone
 from draftgrid.heads.backbones.loading import find_checkpoint
-from draftgrid.heads.contract import DTYPES, SINGLES, Checks, Line
+from draftgrid.heads.contract import DTYPES, Checks, Line
 from draftgrid.heads.tokenizers import ImageTokenizer, load_tokenizer
 
 
@@ -32,7 +32,7 @@ class CheckConfig:
     tokenizer: str = key("", "folder of the image tokenizer; '' = the backbone's own")
     dtype: str = key("auto", f"{', '.join(DTYPES)}; auto = float32 on a CPU, bfloat16 on a GPU")
     device: str = key("auto", "auto, cpu, cuda, cuda:1, ...")
-    rows: int = key(0, "rows of the grid read token by token; 0 = as many as hold about 300 tokens")
+    rows: int = key(0, "rows of the grid read token by token; 0 = as many as hold about 300 tokens", least=0)
     seed: int = key(0, "of the random image tokens")
     smoke: bool = key(False, "one row is read token by token")
 
@@ -50,18 +50,16 @@ def check(
 
     `rows` of the grid are read token by token (0: about 300 tokens). `reason` is why there is no tokenizer.
     """
-    checks = Checks(backbone, rows, seed)
     lines: list[Line] = []
-    for name, measure in checks.lines(tokenizer, reason).items():
+    for measure in Checks(backbone, tokenizer, reason, rows, seed).measures():
         try:
             with torch.inference_mode():
-                for line in measure():
-                    lines.append(line)
-                    tell(line)
+                line = measure()
         except Exception as error:  # an adapter may break in any way, and one line must not hide the others
-            text = " ".join(str(error).split())[:200]
-            lines.append(Line(name, False, f"raised {type(error).__name__}: {text}", "It must not raise here."))
-            tell(lines[-1])
+            text = f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            line = Line(measure.__name__, False, text, "It must not raise here.")
+        lines.append(line)
+        tell(line)
     return lines
 
 
@@ -78,8 +76,6 @@ def open_tokenizer(config: CheckConfig) -> tuple[ImageTokenizer | None, str]:
 
 def run(config: CheckConfig) -> None:
     begun = time.perf_counter()
-    if config.rows < 0:
-        raise ValueError(f"rows is {config.rows}; use 0 (about {SINGLES} tokens) or more")
     if config.dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype is {config.dtype!r}; use auto or a float type. {suggest(config.dtype, list(DTYPES))}")
     if config.grid and (len(config.grid) != 2 or min(config.grid) < 1):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from draftgrid.common.cli import check_ranges, key
+from draftgrid.common.settings import one_of
 from draftgrid.heads.grid import Offset
 
 INPUTS = ("h+e", "h", "e")
@@ -15,13 +16,10 @@ TARGETS = ("h_pre", "h_post", "token")
 
 @dataclass
 class HeadsConfig:
-    kind: str = key(
-        "offsets", "offsets: one head per offset; chain: one head that reads the row above and the left token"
-    )
+    kind: str = key("offsets", "offsets: a head per offset; chain: one head reading the row above and the left token")
     target: str = key(
         "h_pre",
-        "what a head reads and predicts: h_pre (state before the final norm), h_post (after it), "
-        "token (as h_pre, but trained on the true token alone)",
+        "state read and predicted: h_pre before the final norm, h_post after it; token: h_pre, trained on tokens",
     )
     right: int = key(5, "kind=offsets: heads to the right, 1 .. right cells", least=0)
     down: int = key(2, "kind=offsets: heads below, 1 .. down rows", least=0)
@@ -29,27 +27,17 @@ class HeadsConfig:
     input: str = key("h+e", "kind=offsets: what a head reads, h+e (state and token embedding), h, or e")
     shared: bool = key(False, "kind=offsets: one trunk for all offsets, and a part of `rank` units for each")
     project_rank: int = key(0, "rank of the matrix W0 a head begins with; 0 = full", least=0)
-    rank: int = key(
-        0,
-        "kind=chain: units through which the left token enters; shared=true: units of an offset's own part; "
-        "0 = a quarter of the hidden size",
-        least=0,
-    )
+    rank: int = key(0, "kind=chain: units for the left token; shared=true: units of an offset; 0 = hidden / 4", least=0)
     cell: int = key(0, "kind=chain: numbers each cell above is squeezed to; 0 = half of the hidden size", least=0)
     rows: int = key(1, "kind=chain: rows of context above, 1 or 2", least=1, most=2)
     lefts: int = key(1, "kind=chain: tokens to the left, 1 or 2", least=1, most=2)
-    recent: int = key(
-        0,
-        "kind=chain: cells to the right of the newest drawn one whose prediction reads its state too; 0 = none",
-        least=0,
-    )
+    recent: int = key(0, "kind=chain: cells right of the newest drawn one that read its state too; 0 = none", least=0)
 
     def check(self) -> None:
         """Raises ValueError naming the field."""
         check_ranges(self, "heads.")
-        for name, known in (("kind", KINDS), ("target", TARGETS), ("input", INPUTS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"heads.{name} is {getattr(self, name)!r}; use one of {', '.join(known)}")
+        for name, known in (("kind", tuple(KINDS)), ("target", TARGETS), ("input", INPUTS)):
+            one_of(f"heads.{name}", getattr(self, name), known)
         if self.right + self.down == 0:
             raise ValueError(f"heads.right is {self.right} and heads.down is {self.down}; at least one head is needed")
         for name in UNREAD[self.kind]:
@@ -72,11 +60,7 @@ class OptimConfig:
 
 @dataclass
 class LossConfig:
-    state: float = key(
-        1.0,
-        "weight of Smooth-L1 on the state; with heads.target=token, of the cross-entropy to the true token",
-        least=0,
-    )
+    state: float = key(1.0, "weight of Smooth-L1 on the state; target=token: the true token's cross-entropy", least=0)
     tv: float = key(0.0, "weight of 1 - sum of min(p, q), the chance of a rejected draft", least=0)
     ce: float = key(0.0, "weight of the cross-entropy -sum of p log q", least=0)
     kl: float = key(0.0, "weight of KL(p || q); its gradient is ce's", least=0)
@@ -87,12 +71,7 @@ class LossConfig:
     top_k: int = key(0, "p keeps its k most likely tokens, and q in tv its own, as when decoding; 0 = all", least=0)
     chunk: int = key(1024, "positions of the batch whose logits are held at once; 0 = all", least=0)
     recompute: bool = key(False, "recompute a head's activations in the backward pass: less memory, a third more work")
-    own_drafts: float = key(
-        0.0,
-        "kind=chain: share of left tokens replaced by one drawn from the head's own q, as when decoding",
-        least=0,
-        most=1,
-    )
+    own_drafts: float = key(0.0, "kind=chain: share of left tokens drawn from the head's own q", least=0, most=1)
 
     @property
     def on_distributions(self) -> bool:
@@ -112,9 +91,8 @@ class LossConfig:
             raise ValueError("loss.guidance is empty; use [1.0], or the guidance scales you decode with")
         for name, value in (("guidance", self.guidance if self.guided else None), ("top_k", self.top_k)):
             if value and not self.on_distributions:
-                raise ValueError(
-                    f"loss.{name} is {value}, but loss.tv, loss.ce and loss.kl are 0; only those terms know p and q"
-                )
+                terms = "loss.tv, loss.ce and loss.kl"
+                raise ValueError(f"loss.{name} is {value}, but {terms} are 0; only those terms know p and q")
 
 
 @dataclass

@@ -31,9 +31,8 @@ class TokenGrid:
 
     def __post_init__(self) -> None:
         if self.height < 1 or self.width < 1 or self.row_end < 0:
-            raise ValueError(
-                f"grid needs height >= 1, width >= 1, row_end >= 0; got {self.height}, {self.width}, {self.row_end}"
-            )
+            given = f"{self.height}, {self.width}, {self.row_end}"
+            raise ValueError(f"grid needs height >= 1, width >= 1, row_end >= 0; got {given}")
 
     @property
     def stride(self) -> int:
@@ -65,14 +64,10 @@ class TokenGrid:
         """
         dy, dx = offset
         if dy < 0 or (dy == 0 and dx <= 0):
-            raise ValueError(
-                f"offset {offset} points to a token that is already known; use dy > 0, or dy = 0 and dx > 0"
-            )
+            raise ValueError(f"offset {offset} points to a known token; use dy > 0, or dy = 0 and dx > 0")
         cells = torch.arange(self.positions)
-        y, x = cells // self.width, cells % self.width
-        inside = (y + dy < self.height) & (x + dx < self.width) & (x + dx >= 0)
-        source = cells[inside]
-        return source, source + dy * self.width + dx
+        target, inside = (found[:, 0] for found in self.around(cells, [offset]))
+        return cells[inside], target[inside]
 
     def around(self, position: Tensor, cells: Sequence[Offset]) -> tuple[Tensor, Tensor]:
         """Positions (...,) -> (index, inside), (..., N) each: the N cells (dy, dx) away, and which are in the picture.

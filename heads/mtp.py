@@ -4,7 +4,6 @@ A head predicts the state h of a frozen backbone at another cell; the backbone's
 predicted state into a draft distribution. The kinds are offsets.py (the paper's) and chain.py (ours).
 """
 
-import importlib
 import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
@@ -17,9 +16,10 @@ from torch import Tensor, nn
 from draftgrid.common.files import read_fields, read_json
 from draftgrid.common.settings import whole
 from draftgrid.heads.backbones.base import Backbone
+from draftgrid.heads.backbones.registry import find_named
 from draftgrid.heads.config import KINDS, TARGETS, HeadsConfig
 from draftgrid.heads.grid import TokenGrid
-from draftgrid.heads.pretrained import CONFIG, find_folder, read_texts, read_weights, write_folder
+from draftgrid.heads.pretrained import CARD, CONFIG, RECIPE, find_folder, read_weights, write_folder
 
 FORMAT = 1
 
@@ -59,6 +59,16 @@ class MTPHeads(nn.Module, ABC):
     """README.md of the exported folder."""
     recipe: str = ""
     """The resolved recipe they were trained with, YAML."""
+
+    def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
+        super().__init__()
+        config.check()
+        self.config, self.trained_on = config, trained_on
+
+    @classmethod
+    @abstractmethod
+    def check_fit(cls, config: HeadsConfig, backbone: Backbone) -> None:
+        """Raises ValueError if new heads of these settings could not be trained or drafted with on this backbone."""
 
     @property
     @abstractmethod
@@ -105,22 +115,22 @@ class MTPHeads(nn.Module, ABC):
             raise ValueError(f"these heads were trained on a {mine.grid} grid, but the backbone draws {theirs.grid}")
 
     def describe(self) -> dict[str, Any]:
-        """What config.json says: all that is needed to build these heads, without their weights."""
+        """config.json: all that is needed to build these heads, without their weights."""
+        chosen = [o for o in self.options if getattr(self.config, o) != getattr(HeadsConfig, o)]
         return {
             "format": FORMAT,
             "kind": self.kind,
             "offsets": self.names,
             "target": self.config.target,
-            **self._fields(),
+            **{field: getattr(self.config, field) for field in [*self.fields, *chosen]},
             "backbone": {**asdict(self.trained_on), "grid": list(self.trained_on.grid)},
         }
 
     @staticmethod
     def from_description(config: Any, where: str) -> "MTPHeads":
-        """Untrained heads as `describe` told; `where` is named in errors. Raises ValueError for what is not known."""
-        read_fields(
-            config, where, {"format": int, "kind": str, "target": str, "offsets": [str, None], "backbone": dict}
-        )
+        """Untrained heads from `describe`. Raises ValueError, beginning with `where`, for an unknown or wrong field."""
+        kinds = {"format": int, "kind": str, "target": str, "offsets": [str, None], "backbone": dict}
+        read_fields(config, where, kinds)
         for field, known in (("format", (FORMAT,)), ("kind", tuple(KINDS)), ("target", TARGETS)):
             if config[field] not in known:
                 raise ValueError(f"{where}: {field} is {config[field]!r}; this version reads {known}")
@@ -133,10 +143,9 @@ class MTPHeads(nn.Module, ABC):
             whole(f"{where}: a size of the backbone", size, 1)
         settings = HeadsConfig(kind=config["kind"], target=config["target"], **fields)
         try:
-            settings.check()
+            heads = kind(settings, TrainedOn(**{**owner, "grid": tuple(owner["grid"])}))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        heads = kind(settings, TrainedOn(**{**owner, "grid": tuple(owner["grid"])}))  # type: ignore[call-arg]
         if config["offsets"] != heads.names:
             raise ValueError(f"{where}: offsets {config['offsets']} do not agree with {fields}")
         return heads
@@ -145,11 +154,6 @@ class MTPHeads(nn.Module, ABC):
         """Write the exported folder, whole or not at all, `card` and `recipe` included."""
         tensors = {k: v.detach().to("cpu").contiguous() for k, v in self.state_dict().items()}
         write_folder(folder, tensors, self.describe(), self.card, self.recipe)
-
-    def _fields(self) -> dict[str, object]:
-        plain = HeadsConfig()
-        chosen = [o for o in self.options if getattr(self.config, o) != getattr(plain, o)]
-        return {field: getattr(self.config, field) for field in [*self.fields, *chosen]}
 
     @classmethod
     def from_pretrained(
@@ -162,15 +166,17 @@ class MTPHeads(nn.Module, ABC):
     ) -> "MTPHeads":
         """Load exported heads from a folder or a hub id (`org/name`, `org/name@revision`); frozen, in eval mode.
 
-        With `backbone`, checks that they belong to it and takes over its device and dtype. Raises ValueError for a
-        missing folder, an unknown format, weights cut short or with a missing, unknown or misshapen tensor.
+        With `backbone`, they must belong to it and get its device and dtype. Raises ValueError for a missing folder, an
+        unknown format, weights cut short, and tensors that are missing, unknown or misshapen.
         """
         folder = find_folder(folder_or_id, revision, local_files_only)
         heads = cls.from_description(read_json(folder / CONFIG), f"{folder / CONFIG}")
         if backbone is not None:
             heads.check(backbone)
         heads.load_state_dict(read_weights(folder, heads.state_dict()), assign=True)
-        heads.card, heads.recipe = read_texts(folder, heads.card)
+        for name, file in (("card", folder / CARD), ("recipe", folder / RECIPE)):
+            if file.is_file():
+                setattr(heads, name, file.read_text(encoding="utf-8"))
         if backbone is not None:
             heads = heads.to(backbone.device, backbone.dtype)
         return heads.requires_grad_(False).eval()
@@ -181,28 +187,24 @@ class MTPHeads(nn.Module, ABC):
 
         api = HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(Path(folder) / "heads")
-            return str(api.upload_folder(repo_id=repo_id, folder_path=Path(folder) / "heads"))
+        with tempfile.TemporaryDirectory() as temporary:
+            self.save_pretrained(folder := Path(temporary) / "heads")
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
 
 def kind_of(name: str) -> type[MTPHeads]:
-    """The class of a kind of heads; by name, for a kind imports this module."""
-    module, _, kind = KINDS[name].partition(":")
-    return getattr(importlib.import_module(module), kind)
+    """The class of a kind of heads, imported here because its module imports this one."""
+    return find_named(KINDS[name], "heads.kind")
 
 
 def new_heads(config: HeadsConfig, backbone: Backbone, seed: int = 0) -> MTPHeads:
     """Untrained heads for a backbone; the same seed gives the same weights.
 
-    Raises ValueError for an offset that leaves the grid everywhere: it could never be trained.
+    Raises ValueError for wrong settings, and for a backbone they do not fit (`check_fit`).
     """
     config.check()
-    grid = backbone.grid
-    reaches = (("right", config.right, grid.width), ("down", config.down, grid.height))
-    for name, reach, cells in reaches if config.kind == "offsets" else ():
-        if reach >= cells:
-            raise ValueError(f"heads.{name} is {reach}, but the grid has {cells} that way; use at most {cells - 1}")
+    kind = kind_of(config.kind)
+    kind.check_fit(config, backbone)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return kind_of(config.kind)(config, TrainedOn.of(backbone))  # type: ignore[call-arg]
+        return kind(config, TrainedOn.of(backbone))

@@ -1,7 +1,13 @@
-"""The objective over a whole batch, in chunks of target positions, so that no (positions, V) tensor outlives a chunk.
+"""The loss over a batch. Its gradients to the predicted states are computed in the forward pass.
 
-p is made once a chunk and serves all heads. Gradients to the predicted states are taken chunk by chunk in the forward
-pass and kept, as large as the states; the backward pass only hands them on.
+Every term needs logits over the V codes. Autograd would keep those of all positions and all heads until the backward
+pass: gigabytes for each head. So the forward pass walks over the target positions in chunks, and for each chunk makes
+p (once, for all heads) and a head's logits, takes the loss and, while the logits exist, its gradient to the head's
+predictions, and frees both. What stays is one gradient as large as the predictions. Only they lead to weights that are
+trained, so the backward pass is that gradient times the gradient of whatever follows the loss.
+
+Dimensions: G guidance branches (conditional, unconditional), B pictures, T positions of a picture, K positions of a
+chunk, N predictions of a head and n of them in a chunk, D hidden size, V codes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,11 +30,14 @@ from draftgrid.heads.distributions import (
 from draftgrid.heads.mtp import MTPHeads
 
 Chunk = tuple[slice, slice | Tensor]
-"""Which of a head's predictions aim into a chunk, and where in the chunk."""
+"""Which n of a head's N predictions have their target in a chunk, and where in 0 .. K - 1 those targets are."""
 
 
 class Chunks:
-    """Target positions 0 .. T - 1 in chunks, and what each head predicts there."""
+    """Target positions 0 .. T - 1 in chunks, and which predictions of each head fall into one.
+
+    `pairs` are {name: (source, target) positions, (N,) each}, of `MTPHeads.train_pairs`.
+    """
 
     def __init__(self, pairs: Mapping[str, tuple[Tensor, Tensor]], positions: int) -> None:
         self.positions = positions
@@ -36,7 +45,7 @@ class Chunks:
         assert all((t.diff() > 0).all() for t in self.targets.values()), "predictions are ordered by their target"
 
     def of(self, rows: int, chunk: int, device: torch.device) -> Iterator[tuple[slice, dict[str, Chunk]]]:
-        """(positions, {name: part}) with at most `chunk` positions of `rows` pictures together; 0 = all at once."""
+        """(K positions, {name: part}): at most `chunk` positions of all `rows` pictures together; 0 = all at once."""
         T = self.positions
         size = max(1, chunk // rows) if chunk else T
         for low in range(0, T, size):
@@ -67,9 +76,8 @@ class Objective:
         self.names = list(pairs)
         for name in config.weights:
             if name not in self.names:
-                raise ValueError(
-                    f"loss.weights names {name!r}, but no such head is trained. {suggest(name, self.names)}"
-                )
+                known = suggest(name, self.names)
+                raise ValueError(f"loss.weights names {name!r}, but no such head is trained. {known}")
         weights = {name: config.weights.get(name, 1.0) for name in self.names}
         total = sum(weights.values())
         if not total:
@@ -78,7 +86,7 @@ class Objective:
         self.on_tokens = heads.config.target == "token" and config.state > 0
 
     def __call__(self, h: Tensor, predicted: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-        """h (G, B, T, D) as the heads see it, {name: (G, B, N, D) predictions}, tokens (B, T) -> scalar."""
+        """h (G, B, T, D) as the heads see it, {name: (G, B, N, D)} predictions, tokens (B, T) -> scalar."""
         names = list(predicted)
 
         def evaluate(states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -89,18 +97,18 @@ class Objective:
     def own_drafts(self, h: Tensor, e: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
         """tokens (B, T), a share of them replaced by a draw from q of the one head at the first guidance scale.
 
-        What a chain head finds at its left when decoding is such a draft, and not always the token of the picture.
+        When decoding, a chain head's left token is such a draft and not always the token of the picture.
         h (G, B, T, D), e (G B, T, D). Call it without gradients.
         """
         ((name, target),) = self.chunks.targets.items()
         B = len(tokens)
-        predicted = self.heads.predict(h.flatten(0, 1), e, name).unflatten(0, (-1, B))
+        predicted = self.heads.predict(h.flatten(0, 1), e, name).unflatten(0, (-1, B))  # (G, B, N, D)
         found = tokens.clone()
         for here, parts in self.chunks.of(B, self.config.chunk, h.device):
             for of, at in parts.values():
-                logits = self.heads.logits(self.backbone, predicted[:, :, of].to(h.dtype))
-                q = probabilities(logits, self.config.guidance[0], top_k=self.config.top_k)
-                drawn = q.flatten(0, 1).multinomial(1, generator=generator).view(q.shape[:2])
+                logits = self.heads.logits(self.backbone, predicted[:, :, of].to(h.dtype))  # (G, B, n, V)
+                q = probabilities(logits, self.config.guidance[0], top_k=self.config.top_k)  # (B, n, V)
+                drawn = q.flatten(0, 1).multinomial(1, generator=generator).view(q.shape[:2])  # (B, n)
                 own = torch.rand(drawn.shape, generator=generator, device=h.device) < self.config.own_drafts
                 old = tokens[:, here][:, at]
                 found[:, target[of].to(h.device)] = torch.where(own, drawn, old)
@@ -112,27 +120,33 @@ class Objective:
         return [probabilities(logits, g, top_k=self.config.top_k) for g in self.config.guidance]
 
     def _evaluate(self, h: Tensor, predicted: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Arguments as in `__call__` -> the scalar loss, and its gradient (G, B, N, D) to each head's predictions."""
         gradients = {name: torch.zeros_like(x) for name, x in predicted.items()}
         total = at_least_fp32(h.new_zeros(()))
         B = h.shape[1]
         for here, parts in self.chunks.of(B, self.config.chunk, h.device):
-            p = self.targets(h[:, :, here]) if self.config.on_distributions else []
-            true, token = h[:, :, here], tokens[:, here]
+            true, token = h[:, :, here], tokens[:, here]  # (G, B, K, D), (B, K)
+            p = self.targets(true) if self.config.on_distributions else []  # (B, K, V) at each guidance scale
             for name, (of, at) in parts.items():
                 if self.weights[name]:
-                    x = predicted[name][:, :, of]
+                    x = predicted[name][:, :, of]  # (G, B, n, D)
                     value, gradient = self._terms(x, true[:, :, at], [a[:, at] for a in p], token[:, at])
-                    share = self.weights[name] / (B * predicted[name].shape[2])
+                    share = self.weights[name] / (B * predicted[name].shape[2])  # a mean over pictures and predictions
                     total += value * share
                     gradients[name][:, :, of] = gradient * share
-            del p
+            del p  # before the next chunk's is made
         return total, list(gradients.values())
 
     def _terms(self, x: Tensor, true: Tensor, p: Sequence[Tensor], token: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum over B and K of one head's terms, and its gradient to the predictions x (G, B, K, D)."""
+        """One head's terms on one chunk, summed over B and n, and their gradient (G, B, n, D) to its predictions x.
+
+        x and the backbone's own states `true` are (G, B, n, D), p is (B, n, V) at each guidance scale, token (B, n).
+        The terms on q give their gradient to its logits in closed form; autograd takes it from there through LM head
+        and final norm to x.
+        """
         c = self.config
         G, _, _, D = x.shape
-        value, gradient = at_least_fp32(x.new_zeros(())), torch.zeros_like(at_least_fp32(x))
+        value, gradient = at_least_fp32(x.new_zeros(())), torch.zeros_like(at_least_fp32(x))  # (), (G, B, n, D)
         if c.state and not self.on_tokens:
             value += c.state / (G * D) * smooth_l1(x, true, "sum")
             gradient += c.state / (G * D) * (at_least_fp32(x) - at_least_fp32(true)).clamp_(-1, 1)
@@ -140,25 +154,29 @@ class Objective:
             return value, gradient
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            logits = self.heads.logits(self.backbone, leaf.to(true.dtype))
-        to_logits = torch.zeros_like(at_least_fp32(logits.detach()))
+            logits = self.heads.logits(self.backbone, leaf.to(true.dtype))  # (G, B, n, V)
+        to_logits = torch.zeros_like(at_least_fp32(logits.detach()))  # (G, B, n, V), the gradient to the logits
         for g, target in zip(c.guidance, p, strict=len(p) > 0):
-            z = mix_guidance(logits.detach(), g)
-            each, slope = divergence(z, target, c.tv, c.ce, c.kl, c.top_k)
+            z = mix_guidance(logits.detach(), g)  # (B, n, V)
+            each, slope = divergence(z, target, c.tv, c.ce, c.kl, c.top_k)  # (B, n), (B, n, V)
             value += each.sum() / len(p)
-            to_logits[0].add_(slope, alpha=(g if G == 2 else 1) / len(p))
+            to_logits[0].add_(slope, alpha=(g if G == 2 else 1) / len(p))  # z is g conditional + (1 - g) unconditional
             if G == 2:
                 to_logits[1].add_(slope, alpha=(1 - g) / len(p))
         if self.on_tokens:
-            each, slope = cross_entropy(at_least_fp32(logits.detach()), token.expand(G, -1, -1))
+            each, slope = cross_entropy(at_least_fp32(logits.detach()), token.expand(G, -1, -1))  # (G, B, n), (.., V)
             value += c.state / G * each.sum()
             to_logits.add_(slope, alpha=c.state / G)
-        (through,) = torch.autograd.grad(logits, leaf, to_logits.to(logits.dtype))
+        (through,) = torch.autograd.grad(logits, leaf, to_logits.to(logits.dtype))  # (G, B, n, D)
         return value, gradient + through
 
 
 class _GradientAhead(torch.autograd.Function):
-    """A scalar whose gradients are computed along with it; they are zero where it is not finite."""
+    """A scalar whose gradients come from `evaluate(inputs) -> (value, gradients)`, computed in the forward pass.
+
+    `inputs` are the heads' predictions (G, B, N, D), and each gradient has the shape of its input. All gradients are
+    zero where the value is not finite, so that one bad batch does not spoil the heads.
+    """
 
     @staticmethod
     def forward(ctx: Any, evaluate: Callable[..., tuple[Tensor, list[Tensor]]], *inputs: Tensor) -> Tensor:
@@ -170,4 +188,5 @@ class _GradientAhead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
+        """upstream: one scalar, the gradient to the value. `evaluate` itself has no gradient: None."""
         return None, *[gradient * upstream[0].to(gradient.dtype) for gradient in ctx.saved_tensors]

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.blocks import OffsetHead, OffsetPart
 from draftgrid.heads.config import HeadsConfig
 from draftgrid.heads.grid import Offset, TokenGrid, offset_name
@@ -25,9 +26,7 @@ class OffsetHeads(MTPHeads):
     options = ("shared", "project_rank", "rank")
 
     def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
-        super().__init__()
-        config.check()
-        self.config, self.trained_on = config, trained_on
+        super().__init__(config, trained_on)
         D = trained_on.hidden_size
         inputs = D * len(config.input.split("+"))
         head = partial(OffsetHead, inputs, D, config.width or D, config.project_rank)
@@ -35,6 +34,14 @@ class OffsetHeads(MTPHeads):
         for offset in config.offsets:
             own = OffsetPart(D, config.rank or max(1, D // 4)) if config.shared else head()
             self.add_module(offset_name(offset), own)
+
+    @classmethod
+    def check_fit(cls, config: HeadsConfig, backbone: Backbone) -> None:
+        """Raises ValueError for an offset that leaves the grid everywhere: it could never be trained."""
+        grid = backbone.grid
+        for name, reach, cells in (("right", config.right, grid.width), ("down", config.down, grid.height)):
+            if reach >= cells:
+                raise ValueError(f"heads.{name} is {reach}, but the grid has {cells} that way; use at most {cells - 1}")
 
     @property
     def offsets(self) -> list[Offset]:

@@ -24,8 +24,7 @@ def find_folder(place: str | Path, revision: str | None = None, local_files_only
         if not (Path(place) / CONFIG).is_file():
             raise ValueError(f"{place} holds no exported heads (no {CONFIG})")
         return Path(place)
-    hub = HUB_ID.fullmatch(str(place))
-    if hub is None:
+    if not (hub := HUB_ID.fullmatch(str(place))):
         raise ValueError(f"heads {str(place)!r} is neither a folder nor a hub id like org/name or org/name@revision")
     try:
         return fetch(hub["id"], revision or hub["revision"], local_files_only, also=[CARD, RECIPE])
@@ -37,8 +36,7 @@ def write_folder(
     folder: str | Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], card: str, recipe: str
 ) -> None:
     """Write the folder, whole or not at all. Raises ValueError for a tensor without elements."""
-    empty = [k for k, v in tensors.items() if not v.numel()]
-    if empty:
+    if empty := [k for k, v in tensors.items() if not v.numel()]:
         raise ValueError(f"tensors {empty[:3]} are empty; gather the shards of all ranks before exporting")
     with atomic_folder(folder) as temporary:
         # Through Python's own write: safetensors reports a full disk as an error of no particular kind.
@@ -57,10 +55,3 @@ def read_weights(folder: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor
         raise ValueError(f"{folder / WEIGHTS} cannot be read ({error}); it may be cut short") from None
     check_tensors(folder / WEIGHTS, tensors, {name: tensor.shape for name, tensor in wanted.items()})
     return tensors
-
-
-def read_texts(folder: Path, card: str) -> tuple[str, str]:
-    """(model card, recipe); `card` where there is none, '' for a recipe that is not there."""
-    paths = (folder / CARD, card), (folder / RECIPE, "")
-    held, recipe = (path.read_text(encoding="utf-8") if path.is_file() else default for path, default in paths)
-    return held, recipe

@@ -1,4 +1,4 @@
-"""What training, decoding and the data stream hand to a backbone: captions, and their unconditional twins."""
+"""What training, decoding and the data stream hand to a backbone: captions and unconditional prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(unsafe_hash=True)  # nobody changes one, but Lightning moves no batch that holds a frozen dataclass
 class Unconditional:
-    """The unconditional twin of a caption: what guidance compares the caption with, and what a dropped one becomes.
+    """The unconditional prompt of a caption: guidance compares the two, and a dropped caption is replaced by it.
 
     Most families have one unconditional prompt for all captions; Janus-Pro's is as long as the caption's.
     """
@@ -15,9 +15,9 @@ class Unconditional:
 
 
 Prompt = str | Unconditional | None
-"""None is the unconditional prompt that belongs to no caption, `Unconditional("")`."""
+"""None is `Unconditional("")`, the unconditional prompt of no caption."""
 
 
-def twins(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Each caption's unconditional twin; a twin is its own."""
+def unconditional_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Each caption's unconditional prompt; prompts that are unconditional already stay."""
     return [Unconditional(p) if isinstance(p, str) else p for p in prompts]

@@ -37,23 +37,19 @@ def fetch(
     part: str | None = "",
     also: Sequence[str] = (),
 ) -> Path:
-    """A folder itself, or the folder a hub id's files lie in, downloaded if need be.
+    """A folder itself, or that of a hub id's files, which are downloaded if the cache lacks them.
 
-    Of weights in several files only those that hold a tensor with `part` in its name; None = no weights. `also` names
-    files beside weights, JSON and templates. Raises ValueError, one sentence, if the hub has no such repository or
-    revision, cannot be reached, or may not be asked.
+    Of weights in several files, only those with a tensor that has `part` in its name are fetched; None = no weights.
+    `also` names files to fetch beside weights, JSON and templates. Raises ValueError if the hub does not give them.
     """
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
 
     def get(patterns: list[str], revision: str | None) -> Path:
+        where: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
         try:
-            return Path(
-                snapshot_download(
-                    str(name), revision=revision, local_files_only=local_files_only, allow_patterns=patterns
-                )
-            )
+            return Path(snapshot_download(str(name), allow_patterns=patterns, **where))
         except Exception as error:  # its own kinds, and those of the HTTP library below it
             raise ValueError(_why(str(name), revision, local_files_only, error)) from None
 
@@ -69,7 +65,8 @@ def fetch(
 def _why(name: str, revision: str | None, local_files_only: bool, error: Exception) -> str:
     from huggingface_hub import errors
 
-    begin, at = f"{name!r} is no folder, and", f" at revision {revision!r}" if revision else ""
+    begin = f"{name!r} is no folder, and"
+    files = "no files of that hub id" + (f" at revision {revision!r}" if revision else "")
     if isinstance(error, errors.GatedRepoError):
         return f"{begin} the hub asks for consent: accept its terms at huggingface.co/{name} and run `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -78,13 +75,13 @@ def _why(name: str, revision: str | None, local_files_only: bool, error: Excepti
         return f"{begin} the repository of that name on the hub has no revision {revision!r}"
     if isinstance(error, errors.LocalEntryNotFoundError | errors.IncompleteSnapshotError):
         where = "nothing but the cache may be asked" if local_files_only else "the hub cannot be reached"
-        return f"{begin} no files of that hub id{at} are in the cache, while {where}: give the folder it lies in"
+        return f"{begin} {files} are in the cache, while {where}: give the folder it lies in"
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return f"{begin} no files of that hub id{at} are to be had: {reason}"
+    return f"{begin} {files} are to be had: {reason}"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model. Raises ValueError, naming file, field and value, for what shapes cannot follow from."""
+    """config.json of a model. Raises ValueError, naming file, field and value, for fields no shape can follow from."""
     file = folder / "config.json"
     config = read_json(file)
     parts = read_fields(config, file, dict.fromkeys(("text_config", "vision_config", "vq_config"), (dict, None)))
@@ -108,13 +105,24 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def new_model(model_class: Any, config: Mapping[str, Any], where: str | Path, device: str = "meta") -> Any:
-    """A transformers model; on the meta device all shapes and no numbers. Raises ValueError if `config` makes none."""
+    """A transformers model without weights, on the meta device. Raises ValueError if `config` does not describe one."""
     try:
         with torch.device(device):
             return model_class(model_class.config_class.from_dict(dict(config)))
     except Exception as error:  # each of its many fields may be wrong in its own way
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(f"{where} makes no {model_class.__name__}: {reason}") from None
+
+
+def meta_model(config: dict[str, Any], where: str) -> Any:
+    """The model that `architectures` names, on the meta device. Raises ValueError unless transformers knows it."""
+    import transformers
+
+    name = str((config.get("architectures") or ["?"])[0])
+    kind = getattr(transformers, name, None)
+    if not hasattr(kind, "config_class"):
+        raise ValueError(f"{where}: config.json names no model transformers knows: architectures is {name!r}")
+    return new_model(kind, config, f"{where}: config.json").requires_grad_(False)
 
 
 def read_index(folder: Path) -> dict[str, str]:
@@ -183,7 +191,7 @@ def stored_names(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def indexed(folder: Path) -> Iterator[Path]:
-    """The folder itself, or, of shards that have lost their index, a temporary one whose index leads to them."""
+    """The folder itself; if its shards lack an index, a temporary folder with one that points to them."""
     files = weight_files(folder)
     if not files or (folder / INDEX).is_file() or not SHARD.fullmatch(files[0].name):
         yield folder
@@ -198,15 +206,14 @@ def indexed(folder: Path) -> Iterator[Path]:
 def load_model(model_class: Any, folder: Path, like: str, dtype: Any = None, device_map: Any = None) -> "Loaded":
     """A transformers model from a folder, and what of its weights did not fit.
 
-    `like` is a published checkpoint of its layout, `dtype` None the checkpoint's own. Raises ValueError if there are no
-    weights, or config.json is another family's or makes no model.
+    `like` is a published checkpoint of its layout; `dtype` None is the checkpoint's own. Raises ValueError for missing
+    weights and for a config.json that is of another family or describes no model.
     """
     from safetensors import SafetensorError
     from transformers.utils import logging
 
     config, wanted = read_config(folder), model_class.config_class.model_type
-    if config.get("model_type") != wanted:
-        kind = config.get("model_type")
+    if (kind := config.get("model_type")) != wanted:
         raise ValueError(f"{folder}/config.json: model_type is {kind!r}, not {wanted!r}; take files as those of {like}")
     model = new_model(model_class, config, folder / "config.json")
     count = sum(p.numel() for name, p in model.named_parameters() if "vqmodel." not in name)
@@ -216,7 +223,6 @@ def load_model(model_class: Any, folder: Path, like: str, dtype: Any = None, dev
     verbosity, bars = logging.get_verbosity(), logging._tqdm_active
     logging.set_verbosity_error()  # what it would warn of is in what is returned
     logging._tqdm_active = False  # its disable_progress_bar would reach the hub's bars too
-    settings: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     try:
         with indexed(folder) as place:
             model, info = model_class.from_pretrained(
@@ -225,7 +231,7 @@ def load_model(model_class: Any, folder: Path, like: str, dtype: Any = None, dev
                 output_loading_info=True,
                 local_files_only=True,
                 ignore_mismatched_sizes=True,
-                **settings,
+                device_map=device_map,
             )
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no checkpoint like {like}: {str(error).splitlines()[0]}") from None
@@ -242,17 +248,17 @@ def load_model(model_class: Any, folder: Path, like: str, dtype: Any = None, dev
 
 @dataclass
 class Loaded:
-    """A model, and the names of its weights that were not there, not known, or of another shape."""
+    """A model, and the names of weights that the checkpoint lacks, has too many, or has in another shape."""
 
     model: Any
     missing: list[str]
     unknown: list[str]
     misshapen: list[str]
 
-    def check(self, folder: Path, ignore: str | None = None) -> Any:
+    def check(self, folder: Path, ignore: tuple[str, ...] = ()) -> Any:
         """The model. Raises ValueError naming the first weights that do not fit and do not begin with `ignore`."""
         missing, wrong = (
-            [n for n in names if ignore is None or not n.startswith(ignore)]
+            [n for n in names if not n.startswith(ignore)]
             for names in (self.missing, sorted([*self.unknown, *self.misshapen]))
         )
         if missing or wrong:
@@ -264,7 +270,7 @@ class Loaded:
         return self.model
 
     def prefix(self, names: list[str], missing: set[str]) -> str:
-        """What all `names` of a checkpoint begin with and the model's would not, if without it nothing is missing."""
+        """The prefix that all `names` of a checkpoint have, if nothing is `missing` once it is removed; else ''."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming, apply_renamings
 

@@ -196,7 +196,7 @@ class TestLoading:
         assert half.dtype == torch.bfloat16 and half.fingerprint == backbone.fingerprint
         with torch.no_grad():
             half.model.lm_head.weight[half.image_ids[3], 0] += 1
-        del half._fingerprint
+        del half.fingerprint
         assert half.fingerprint != backbone.fingerprint
 
     def test_one_renamed_key_fails_and_is_named(self, tmp_path) -> None:
@@ -213,7 +213,7 @@ class TestLoading:
         with pytest.raises(ValueError, match="neither a folder nor a shipped checkpoint"):
             load_backbone("no-such-model")
         (tmp_path / "empty").mkdir()
-        with pytest.raises(ValueError, match=r"config\.json says of no family; set adapter to one of emu3, janus_pro"):
+        with pytest.raises(ValueError, match=r"config\.json names no adapter; set adapter to one of emu3, janus_pro"):
             load_backbone(tmp_path / "empty")
         with pytest.raises(ValueError, match=r"config\.json does not exist"):
             load_backbone(tmp_path / "empty", adapter="emu3")

@@ -19,7 +19,7 @@ from tests.tiny import random_chain_heads, tiny_emu3
 WIDE = {"rows": 2, "lefts": 2, "recent": 2}
 
 
-KINDS = {"plain": {}, "wide": WIDE, "behind the norm": {"target": "h_post", **WIDE}}
+KINDS = {"plain": {}, "wide": WIDE, "after the norm": {"target": "h_post", **WIDE}}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -35,7 +35,7 @@ def world(request):
 
 
 def logits(backbone, heads: ChainHeads, state: Tensor) -> Tensor:
-    """LM head, behind the final norm where the heads predict what comes before it."""
+    """LM head, after the final norm where the heads predict what comes before it."""
     state = state if heads.config.target == "h_post" else backbone.text.norm(state)
     return torch.nn.functional.linear(state, backbone.model.lm_head.weight[backbone.image_ids].to(state.dtype))
 
@@ -49,6 +49,25 @@ def test_the_tables_give_the_backbones_logits_of_the_predicted_state(world) -> N
     torch.testing.assert_close(
         tables.logits(tables.base(t), u), logits(backbone, heads, t + heads.late_down(u)), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_backbone_with_a_layer_norm_is_refused_before_training_unless_its_head_is_said_not_to_be_linear(
+    dtype: torch.dtype,
+) -> None:
+    backbone = tiny_emu3((3, 4)).to(dtype)
+    for kind, target in (("chain", "h_pre"), ("chain", "h_post"), ("offsets", "h_pre")):
+        new_heads(HeadsConfig(kind=kind, target=target, **({} if kind == "chain" else {"right": 1})), backbone)
+    backbone.text.norm = torch.nn.LayerNorm(backbone.hidden_size).to(dtype)
+    with pytest.raises(ValueError, match=r"need a backbone with a plain RMS norm .* or with linear_head = False; emu3"):
+        new_heads(HeadsConfig(kind="chain"), backbone)
+    new_heads(HeadsConfig(kind="chain", target="h_post"), backbone)  # they predict states that the norm is not part of
+    backbone.linear_head = False
+    heads = new_heads(HeadsConfig(kind="chain"), backbone).to(dtype)
+    t, u = torch.randn(3, backbone.hidden_size).to(dtype), torch.randn(3, heads.rank).to(dtype)
+    tables = chain_tables(heads, backbone)
+    with torch.no_grad():
+        torch.testing.assert_close(tables.logits(tables.base(t), u), logits(backbone, heads, t + heads.late_down(u)))
 
 
 def by_hand(
@@ -86,7 +105,7 @@ def test_a_whole_picture_is_predicted_cell_by_cell_as_the_formula_says(world) ->
             torch.testing.assert_close(predicted[b, i - 1], by_hand(heads, h[b], e[b], i // 4, i % 4))
 
 
-@pytest.mark.parametrize("world", ["wide", "behind the norm"], indirect=True)
+@pytest.mark.parametrize("world", ["wide", "after the norm"], indirect=True)
 def test_the_newest_drawn_cell_is_read_at_the_distance_given_and_never_across_a_row_end(world) -> None:
     _, heads, _, h, e = world
     for back in (0, 1, 2):

@@ -73,7 +73,7 @@ class Late(Moved):
 
 
 class EarlyAtRowStarts(Moved):
-    """Column 0 gets the state at the row's last code instead of the one at the structure token behind it."""
+    """Column 0 gets the state at the row's last code instead of the one at the structure token after it."""
 
     def places(self) -> Tensor:
         return -(torch.arange(self.grid.positions) % self.grid.width == 0).long()
@@ -173,7 +173,7 @@ def broken(kind: type[Emu3Backbone], **settings: Any) -> Emu3Backbone:
 @pytest.mark.parametrize(
     "kind, lines, advice",
     [
-        (Late, {"place", "alignment", "causality"}, "h[0,0] is the state 1 place(s) behind its own"),
+        (Late, {"place", "alignment", "causality"}, "h[0,0] is the state 1 place(s) after its own"),
         (EarlyAtRowStarts, {"place", "alignment"}, "h[1,0] is the state 1 place(s) before its own"),
         (NormedTwice, {"logits"}, "applied twice"),
         (NeverNormed, {"logits"}, "left out"),

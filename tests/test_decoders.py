@@ -283,7 +283,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="no prompt"):
             decode(backbone, [], decoder="ar")
         with pytest.raises(
-            ValueError, match=re.escape(other._fingerprint[:16]) + ".*" + re.escape(backbone._fingerprint[:16])
+            ValueError, match=re.escape(other.fingerprint[:16]) + ".*" + re.escape(backbone.fingerprint[:16])
         ):
             decode(backbone, ["x"], ArbitraryHeads(other, HeadsConfig()))
 

@@ -151,7 +151,7 @@ class TestLoading:
         state = weights(tiny(24))
         state["vqmodel.encoder.conv_typo.bias"] = state.pop("vqmodel.encoder.conv_in.bias")
         save(write_emu3(tmp_path), state)
-        with pytest.raises(ValueError, match=r"lacks \['encoder\.conv_in\.bias'\].*\['encoder\.conv_typo\.bias'\]"):
+        with pytest.raises(ValueError, match=r"missing \['encoder\.conv_in\.bias'\].*\['encoder\.conv_typo\.bias'\]"):
             load_tokenizer(tmp_path)
 
     def test_weights_of_another_size_absent_or_damaged_are_one_sentence(self, tmp_path: Path) -> None:

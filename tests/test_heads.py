@@ -30,8 +30,7 @@ class Echo(OffsetHeads):
     """Returns what it reads: shows which source cell stands beside which target."""
 
     def __init__(self, backbone, config: HeadsConfig) -> None:
-        MTPHeads.__init__(self)
-        self.config, self.trained_on = config, TrainedOn.of(backbone)
+        MTPHeads.__init__(self, config, TrainedOn.of(backbone))
 
     def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:
         return torch.cat([h, e], dim=-1)
@@ -60,8 +59,8 @@ class Oracle(OffsetHeads):
     """Finds the source cell by its state in the true picture and returns the true state at the offset."""
 
     def __init__(self, backbone, config: HeadsConfig, truth: Tensor) -> None:
-        MTPHeads.__init__(self)
-        self.config, self.trained_on, self.truth, self.grid = config, TrainedOn.of(backbone), truth, backbone.grid
+        MTPHeads.__init__(self, config, TrainedOn.of(backbone))
+        self.truth, self.grid = truth, backbone.grid
 
     def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:
         source = torch.cdist(h.reshape(-1, h.shape[-1]), self.truth).argmin(-1)

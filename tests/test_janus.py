@@ -18,7 +18,7 @@ from draftgrid.heads.chain_tables import chain_tables
 from draftgrid.heads.check import check
 from draftgrid.heads.config import HeadsConfig
 from draftgrid.heads.mtp import MTPHeads, new_heads
-from draftgrid.heads.prompts import Unconditional, twins
+from draftgrid.heads.prompts import Unconditional, unconditional_prompts
 from draftgrid.heads.tokenizers import JanusVQ, load_tokenizer
 from tests.published_janus import (
     BOI,
@@ -213,12 +213,14 @@ class TestPrompts:
         prompt = backbone.processor.apply_chat_template(turn, add_generation_prompt=True)
         assert torch.equal(ids, backbone.processor(text=prompt, generation_mode="image")["input_ids"][0])
 
-    def test_the_twin_is_as_long_as_the_prompt_and_keeps_bos_and_begin_of_image_alone(self, backbone) -> None:
+    def test_the_unconditional_prompt_is_as_long_and_keeps_bos_and_begin_of_image_alone(self, backbone) -> None:
         prompts = [*CAPTIONS, ""]
-        for plain, twin in zip(backbone.ids_of(prompts), backbone.ids_of(twins(prompts)), strict=True):
-            assert words(backbone, twin) == [BOS] + [PAD] * (len(plain) - 2) + [BOI]
+        for plain, unconditional in zip(
+            backbone.ids_of(prompts), backbone.ids_of(unconditional_prompts(prompts)), strict=True
+        ):
+            assert words(backbone, unconditional) == [BOS] + [PAD] * (len(plain) - 2) + [BOI]
         assert torch.equal(backbone.ids_of([None])[0], backbone.ids_of([Unconditional("")])[0])
-        assert len({len(i) for i in backbone.ids_of(twins(prompts))}) == 4
+        assert len({len(i) for i in backbone.ids_of(unconditional_prompts(prompts))}) == 4
 
     def test_bos_comes_first_whatever_the_tokenizer_adds(self, folder: Path, backbone, tmp_path: Path) -> None:
         shutil.copytree(folder, tmp_path / "b")
@@ -258,7 +260,7 @@ class TestContract:
             expected = own_logits(backbone.model, ids, tokens)
         torch.testing.assert_close(backbone.logits(h).flatten(0, 2), expected, rtol=1e-4, atol=1e-4)
 
-    def test_states_of_unequal_prompts_and_twins_equal_each_alone_twice(self, backbone) -> None:
+    def test_states_of_unequal_prompts_and_unconditional_ones_equal_each_alone_twice(self, backbone) -> None:
         prompts = ["blue", "big dog, looking left", None, Unconditional("big dog, looking left"), ""]
         tokens = torch.randint(24, (5, 4, 4), generator=torch.Generator().manual_seed(0))
         for _ in range(2):
@@ -294,7 +296,7 @@ class TestContract:
         backbone = janus(folder, (3, 4), dtype=torch.float64)
         tokens = torch.randint(24, (2, 12), generator=torch.Generator().manual_seed(1))
         prompts = CAPTIONS[1:]
-        branches = [*prompts, *twins(prompts)]
+        branches = [*prompts, *unconditional_prompts(prompts)]
         full = backbone.states(tokens.view(2, 3, 4).repeat(2, 1, 1), branches)[0].flatten(1, 2).view(2, 2, 12, -1)
         for first in range(12 - length):
             state, h = backbone.start(prompts, guidance=GUIDANCE)
@@ -356,7 +358,7 @@ class TestContract:
         heads.check(backbone)
         with torch.no_grad():
             backbone.get_parameter(part).view(-1)[0].add_(1)
-        del backbone._fingerprint
+        del backbone.fingerprint
         assert backbone.fingerprint != first
         with pytest.raises(ValueError, match=rf"(?s){first[:16]}.*{backbone.fingerprint[:16]}"):
             heads.check(backbone)
@@ -396,7 +398,7 @@ class TestContract:
 class TestDecoding:
     @pytest.mark.parametrize("decoder,settings", CASES)
     def test_every_decoder_draws_a_sample_as_its_batch_of_one(self, folder: Path, decoder: str, settings: dict) -> None:
-        """Prompts of three lengths, guidance with twins as long; offset and chain heads."""
+        """Prompts of three lengths, guidance with unconditional prompts as long; offset and chain heads."""
         backbone = janus(folder, (2, 5), dtype=torch.float64)
         call = arguments(backbone, decoder, settings) | {"guidance": 2.0}  # type: ignore[arg-type]
         together = decode(backbone, CAPTIONS, **call)
@@ -468,9 +470,10 @@ class TestNonlinearHead:
 
     def test_a_head_that_is_said_to_be_linear_and_is_not_is_refused(self) -> None:
         backbone = BentTable((2, 2), 3)
+        heads = random_chain_heads(backbone, rank=3)
         backbone.linear_head = True
         with pytest.raises(ValueError, match=r"chain heads need .* or with linear_head = False; table has neither"):
-            chain_tables(random_chain_heads(backbone, rank=3), backbone)  # type: ignore[arg-type]
+            chain_tables(heads, backbone)  # type: ignore[arg-type]
 
     @staticmethod
     def distance(backbone: BentTable, sampling: Sampling, **settings) -> float:

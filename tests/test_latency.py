@@ -86,9 +86,9 @@ def test_a_picture_taken_up_in_the_middle_ends_as_it_would_have(family: str) -> 
 def test_settings_are_the_recipes(family: str) -> None:
     recipe = yaml.safe_load((RECIPES / f"{FAMILIES[family]}_ssd.yaml").read_text())
     decoding, heads = recipe["decoding"], recipe["heads"]
-    facts = families()[family]
-    assert (facts.guidance, facts.top_k, facts.down) == (decoding["guidance"], decoding.get("top_k", 0), heads["down"])
-    assert facts.hub_id == recipe["backbone"]["checkpoint"]
+    known = families()[family]
+    assert (known.guidance, known.top_k, known.down) == (decoding["guidance"], decoding.get("top_k", 0), heads["down"])
+    assert known.hub_id == recipe["backbone"]["checkpoint"]
     assert heads["right"] == 5
 
 

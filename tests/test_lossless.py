@@ -176,8 +176,7 @@ class TestCoupledSSDWithChainHeads:
 
 
 class Modeless(LinearTables):
-    def _check(self, down: Tensor) -> None:
-        """Its logits are not the backbone's, on purpose."""
+    """Its logits are not the backbone's, on purpose."""
 
     def logits(self, base: Tensor, u: Tensor) -> Tensor:
         return zero_at_the_mode(super().logits(base, u))

@@ -83,9 +83,8 @@ class Oracle(OffsetHeads):
     """Finds the cell it reads in the true picture and returns the true state of its target, of the kind it predicts."""
 
     def __init__(self, backbone, config: HeadsConfig, truth: Tensor) -> None:
-        MTPHeads.__init__(self)
-        self.config, self.trained_on, self.grid = config, TrainedOn.of(backbone), backbone.grid
-        self.truth = truth
+        MTPHeads.__init__(self, config, TrainedOn.of(backbone))
+        self.truth, self.grid = truth, backbone.grid
 
     def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:
         distance = torch.cdist(h.reshape(-1, h.shape[-1]), self.truth)

@@ -208,8 +208,7 @@ class ArbitraryHeads(OffsetHeads):
     """Heads that predict what they like: a fixed random function of offset and source token."""
 
     def __init__(self, backbone: Backbone, config: HeadsConfig, seed: int = 0) -> None:
-        MTPHeads.__init__(self)
-        self.config, self.trained_on = config, TrainedOn.of(backbone)
+        MTPHeads.__init__(self, config, TrainedOn.of(backbone))
         generator = torch.Generator().manual_seed(seed)
         V = backbone.image_vocab_size
         self.rows = {o: 2 * torch.randn(V, V, generator=generator, dtype=torch.float64) for o in config.offsets}
@@ -223,8 +222,7 @@ class TwistedHeads(OffsetHeads):
     between), changed by `twist`."""
 
     def __init__(self, backbone: TableBackbone, config: HeadsConfig, twist: Callable[[Tensor], Tensor]) -> None:
-        MTPHeads.__init__(self)
-        self.config, self.trained_on = config, TrainedOn.of(backbone)
+        MTPHeads.__init__(self, config, TrainedOn.of(backbone))
         self.known, self.twist = backbone, twist
 
     def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:

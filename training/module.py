@@ -20,7 +20,7 @@ from draftgrid.heads.config import LossConfig, OptimConfig
 from draftgrid.heads.distributions import acceptance, entropy, probabilities, smooth_l1
 from draftgrid.heads.mtp import MTPHeads
 from draftgrid.heads.objective import Objective
-from draftgrid.heads.prompts import twins
+from draftgrid.heads.prompts import unconditional_prompts
 
 UNCERTAIN = 0.5
 """Nats: positions whose H(p) is at least this are reported apart; the rest is plain background any guess gets right."""
@@ -164,7 +164,7 @@ class HeadsModule(_Module):
         if not self.terms.guided:
             h, e = self.backbone.states(tokens, captions)
             return self.heads.states(self.backbone, h)[None], e
-        h, e = self.backbone.states(tokens.repeat(2, 1, 1), captions + twins(captions))
+        h, e = self.backbone.states(tokens.repeat(2, 1, 1), captions + unconditional_prompts(captions))
         return self.heads.states(self.backbone, h).unflatten(0, (2, -1)), e[: len(captions)]
 
     def loss(self, h: Tensor, e: Tensor, tokens: Tensor, step: Sequence[int] = ()) -> Tensor:
@@ -239,7 +239,7 @@ class HeadsModule(_Module):
         states, e = (s.flatten(1, 2) for s in self.backbone.states(batch.tokens, batch.captions))
         branches = [states]
         if self.scales:
-            branches.append(self.backbone.states(batch.tokens, twins(batch.captions))[0].flatten(1, 2))
+            branches.append(self.backbone.states(batch.tokens, unconditional_prompts(batch.captions))[0].flatten(1, 2))
         h = self.heads.states(self.backbone, torch.stack(branches))
         predicted = {n: torch.stack([self.heads.predict(x, e, n) for x in h]).to(h.dtype) for n in self.pairs}
         for name, x in predicted.items():

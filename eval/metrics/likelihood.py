@@ -9,7 +9,7 @@ from torch import Tensor
 from draftgrid.eval.decoders.kernels import Sampling
 from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.distributions import entropy
-from draftgrid.heads.prompts import twins
+from draftgrid.heads.prompts import unconditional_prompts
 
 
 @torch.inference_mode()
@@ -24,7 +24,7 @@ def surprise(
     """
     branches = [backbone.states(tokens, prompts)[0]]
     if sampling.guidance != 1:
-        branches.append(backbone.states(tokens, twins(prompts))[0])
+        branches.append(backbone.states(tokens, unconditional_prompts(prompts))[0])
     size = max(1, chunk // len(tokens))
     found = []
     for h, drawn in zip(

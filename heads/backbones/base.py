@@ -1,7 +1,7 @@
 """The contract every backbone fulfils, written once; an adapter says only where its family differs.
 
 A backbone maps prompts and image tokens to hidden states h (before the final norm) aligned with the grid: h[y, x] is
-the state whose LM-head output is the distribution of the token at (y, x). It is frozen and in eval mode for ever.
+the state whose LM-head output is the distribution of the token at (y, x). It is frozen and always in eval mode.
 Image tokens are codes 0..V-1 everywhere outside an adapter; only adapters know vocabulary ids.
 """
 
@@ -10,16 +10,18 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from draftgrid.heads.backbones.graphs import Recorded
 from draftgrid.heads.backbones.registry import family_of
 from draftgrid.heads.grid import TokenGrid
-from draftgrid.heads.prompts import Prompt, twins
+from draftgrid.heads.prompts import Prompt, unconditional_prompts
 
 if TYPE_CHECKING:  # it needs transformers, which nothing but decoding does
     from draftgrid.heads.backbones.cache import RaggedCache
@@ -42,24 +44,17 @@ class DecodeState:
     turn: int = 0
     """Which of the cache's pictures this is."""
 
-    @property
-    def batch(self) -> int:
-        return len(self.slots)
-
 
 class ImageHead(nn.Module):
     """The rows of an LM head that stand for image tokens, as a module of its own that shares the weight."""
 
-    index: Tensor
+    index: Tensor | None
 
     def __init__(self, weight: nn.Parameter, rows: slice | Tensor) -> None:
         super().__init__()
         self.weight = weight
-        if isinstance(rows, slice):
-            self.rows: slice | None = rows  # a view and no copy
-        else:
-            self.rows = None
-            self.register_buffer("index", rows, persistent=False)
+        self.rows = rows if isinstance(rows, slice) else None  # a view and no copy
+        self.register_buffer("index", None if isinstance(rows, slice) else rows, persistent=False)
 
     def forward(self, h: Tensor) -> Tensor:
         """(..., D) -> (..., V)."""
@@ -69,13 +64,11 @@ class ImageHead(nn.Module):
 
 
 class Backbone(nn.Module, ABC):
-    """One frozen model. Subclasses set the attributes and write the abstract methods; the rest is common.
-
-    Attributes: `model` (the Hugging Face model), `grid`, `hidden_size`, `image_vocab_size`, `name`.
-    """
+    """One frozen model. Subclasses set the attributes and write the abstract methods; the rest is common."""
 
     adapter: ClassVar[str]
     model: Any
+    """The Hugging Face model."""
     grid: TokenGrid
     hidden_size: int
     image_vocab_size: int
@@ -111,14 +104,13 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def norm(self, h: Tensor) -> Tensor:
-        """(..., D) states before the final norm -> (..., D) behind it."""
+        """(..., D) states before the final norm -> (..., D) after it."""
 
     @abstractmethod
     def project(self, h: Tensor) -> Tensor:
-        """(..., D) states behind the final norm -> (..., V) logits over the image vocabulary only.
+        """(..., D) states after the final norm -> (..., V) logits over the image vocabulary only.
 
-        Through the call of the module that owns the weight, as in `ImageHead`: ZeRO-3 and FSDP gather a weight's parts
-        when its module is called.
+        Call the module that owns the weight, as `ImageHead` does: only then do ZeRO-3 and FSDP gather its parts.
         """
 
     @abstractmethod
@@ -126,12 +118,12 @@ class Backbone(nn.Module, ABC):
         """The weights heads depend on: image rows of embedding and LM head, and the final norm."""
 
     def ids_of(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """`prompt_ids` of captions and twins; an adapter whose twins depend on their captions says how."""
+        """`prompt_ids` of prompts; an adapter whose unconditional prompts depend on their captions overrides it."""
         return self.prompt_ids([p if isinstance(p, str) else None for p in prompts])
 
     @staticmethod
     def lighten(model: Any) -> None:
-        """Let go of what a checkpoint holds and drawing never reads: its picture tokenizer; adapters may add."""
+        """Remove what drawing never reads: the checkpoint's picture tokenizer; adapters may remove more."""
         for part in list(model.modules()):
             if "vqmodel" in part._modules:
                 part.vqmodel = nn.Identity()
@@ -146,11 +138,11 @@ class Backbone(nn.Module, ABC):
         """(..., D) states before the final norm -> (..., V): the model's own logits of image tokens."""
         return self.project(self.norm(h))
 
-    def freeze(self) -> "Backbone":
+    def freeze(self) -> Self:
         self.requires_grad_(False)
         return self.train(False)
 
-    def train(self, mode: bool = True) -> "Backbone":
+    def train(self, mode: bool = True) -> Self:
         """A frozen backbone stays in eval mode whatever a surrounding module asks for."""
         frozen = not any(p.requires_grad for p in self.parameters())
         return super().train(mode and not frozen)
@@ -167,24 +159,19 @@ class Backbone(nn.Module, ABC):
     def dtype(self) -> torch.dtype:
         return next(p.dtype for p in self.parameters() if p.is_floating_point())
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """sha256 over names, shapes and bf16 bytes of `identity()`: independent of library version and load dtype."""
-        if not hasattr(self, "_fingerprint"):
-            digest = hashlib.sha256()
-            for name, tensor in sorted(self.identity().items()):
-                digest.update(f"{name}{tuple(tensor.shape)}".encode())
-                digest.update(
-                    tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
-                )
-            self._fingerprint = digest.hexdigest()
-        return self._fingerprint
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.identity().items()):
+            digest.update(f"{name}{tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+        return digest.hexdigest()
 
     def states(self, tokens: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Tensor]:
-        """Teacher-forced states of whole pictures.
+        """Teacher-forced states: tokens (B, H, W), one prompt each -> h, e, both (B, H, W, D), aligned as above.
 
-        tokens (B, H, W) codes, one prompt each -> h, e, both (B, H, W, D), aligned as the module text says. One causal
-        forward over prompt and picture; rows are padded behind their end, where nothing sees it.
+        One causal forward over prompt and picture; padding comes after a row's end, where no state sees it.
         Raises ValueError if the tokens do not fit the grid or the vocabulary.
         """
         B, H, W = tokens.shape
@@ -192,20 +179,14 @@ class Backbone(nn.Module, ABC):
         if len(prompts) != B:
             raise ValueError(f"{len(prompts)} prompts for {B} pictures")
         ids = self.ids_of(prompts)
-        lengths = [len(i) for i in ids]
-        flat = tokens.view(B, H * W)
-        slots = self.grid.slots - 1  # the last token is predicted, never fed
-        picture = self._fed_embeds(flat, torch.zeros(B, 1, dtype=torch.long, device=tokens.device), slots)
-        R = max(lengths) + slots
-        embeds = picture.new_zeros(B, R, picture.shape[-1])
-        for b, prompt in enumerate(ids):
-            embeds[b, : lengths[b]] = self.embed_ids(prompt.to(self.device))
-            embeds[b, lengths[b] : lengths[b] + slots] = picture[b]
-        out = self.trunk(embeds, torch.arange(R, device=self.device)[None], None, None).to(self.device)
-        start = torch.tensor(lengths, device=self.device)[:, None] - 1
-        where = start + self.grid.image_slots().to(self.device)
-        h = out.gather(1, where[..., None].expand(-1, -1, out.shape[-1]))
-        return h.view(B, H, W, -1), self.embed(tokens)
+        first = torch.zeros(B, 1, dtype=torch.long, device=tokens.device)
+        picture = self._fed_embeds(tokens.flatten(1), first, self.grid.slots - 1, first)  # the last token is never fed
+        rows = [torch.cat([self.embed_ids(i.to(self.device)).to(p), p]) for i, p in zip(ids, picture, strict=True)]
+        embeds = pad_sequence(rows, batch_first=True)
+        h = self.trunk(embeds, torch.arange(embeds.shape[1], device=self.device)[None], None, None).to(self.device)
+        last = torch.tensor([[len(i) - 1] for i in ids], device=self.device)
+        where = last + self.grid.image_slots().to(self.device)
+        return h.take_along_dim(where[..., None], 1).view(B, H, W, -1), self.embed(tokens)
 
     def check_codes(self, codes: int) -> None:
         """Raises ValueError unless an image tokenizer of so many codes fits the image vocabulary."""
@@ -218,16 +199,15 @@ class Backbone(nn.Module, ABC):
             raise ValueError(f"tokens are {H}x{W}, but the backbone's grid is {self.grid.height}x{self.grid.width}")
         if tokens.numel() == 0:
             raise ValueError("no image tokens in the batch")
-        low, high = int(tokens.min()), int(tokens.max())
+        low, high = map(int, tokens.aminmax())
         if low < 0 or high >= self.image_vocab_size:
             raise ValueError(f"image tokens reach {low}..{high}; the backbone knows 0..{self.image_vocab_size - 1}")
 
     def compile_decoding(self) -> None:
-        """Compile the decoding forward, for every decoder alike: layers with torch.compile, and on a GPU the whole step
-        as a CUDA graph for each shape that comes again (`graphs.Recorded`).
+        """Compile the layers with torch.compile and, on a GPU, record the whole step as a CUDA graph for each shape
+        that is met again (`graphs.Recorded`), for every decoder. The prefill, whose length varies, is not compiled.
 
-        The first forwards take seconds. The cache is read in blocks and used again by the next picture, so a picture
-        must be finished before the next begins. The prefill is not compiled: its length is another for every prompt.
+        The first forwards take seconds. The next picture reuses the cache, so a picture must be finished before it.
         """
         if not self.compiled:
             self.compiled = True
@@ -237,14 +217,14 @@ class Backbone(nn.Module, ABC):
                 self.step = Recorded(self.step)  # type: ignore[method-assign]
 
     def compile_layers(self) -> None:
-        """Compile what `step` spends its time in; an adapter on layers of its own kind compiles those."""
+        """Compile what `step` spends its time in; an adapter may compile its layers instead."""
         self.step = torch.compile(self.step, dynamic=True)  # type: ignore[method-assign]
 
     def _new_cache(self, rows: int, longest: int) -> "RaggedCache":
-        """Room for prompts of `longest` tokens and a picture; compiled forwards get the one they know, if it fits."""
+        """Room for prompts of `longest` tokens and a picture; compiled forwards reuse their cache if it fits."""
         from draftgrid.heads.backbones.cache import RaggedCache
 
-        # A ragged window is padded behind its end; the pads need a place in the cache too.
+        # A ragged window is padded after its end; the pads need a place in the cache too.
         picture = 2 * self.grid.height * self.grid.stride
         if not self.compiled:
             return RaggedCache(self.num_layers, longest + picture)
@@ -255,78 +235,67 @@ class Backbone(nn.Module, ABC):
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[str], guidance: float = 1.0) -> tuple[DecodeState, Tensor]:
-        """Prefill: the prompts (and, with guidance != 1, the unconditional twin of each) in one forward.
+        """Prefill: the prompts (and, with guidance != 1, the unconditional prompt of each) in one forward.
 
         Returns the state and h[0, 0] as (G, B, 1, D).
         """
-        rows: list[Prompt] = [*prompts]
-        if guidance != 1.0:
-            rows += twins(prompts)
+        rows: list[Prompt] = [*prompts, *(unconditional_prompts(prompts) if guidance != 1 else ())]
         ids = self.ids_of(rows)
-        lengths = [len(i) for i in ids]
-        longest = max(lengths)
-        cache = self._new_cache(len(rows), longest)
-        embeds = torch.zeros(len(rows), longest, self.hidden_size, dtype=self.dtype, device=self.device)
-        for r, prompt in enumerate(ids):
-            embeds[r, : lengths[r]] = self.embed_ids(prompt.to(self.device))
-        positions = cache.aim([0] * len(rows), longest, self.device)
+        B, lengths = len(prompts), [len(i) for i in ids]
+        embeds = pad_sequence([self.embed_ids(i.to(self.device)) for i in ids], batch_first=True)
+        embeds = embeds.to(self.device, self.dtype)
+        cache = self._new_cache(len(rows), max(lengths))
+        positions = cache.aim([0] * len(rows), max(lengths), self.device)
         h = self.trunk(embeds, positions, cache.mask(positions, self.dtype), cache).to(self.device)
-        last = torch.tensor(lengths, device=self.device) - 1
-        h = h[torch.arange(len(rows), device=self.device), last]
-        G = len(rows) // len(prompts)
-        return DecodeState(cache, G, lengths, [0] * len(prompts), cache.turn), h.view(G, len(prompts), 1, -1)
+        last = torch.tensor(lengths, device=self.device)[:, None, None] - 1
+        state = DecodeState(cache, len(rows) // B, lengths, [0] * B, cache.turn)
+        return state, h.take_along_dim(last, 1).view(state.branches, B, 1, -1)
 
     @torch.inference_mode()
     def forward(self, state: DecodeState, tokens: Tensor, first: list[int]) -> Tensor:
-        """One step: feed L image tokens per sample and read the states behind them.
+        """One step: feed L image tokens per sample and read the states after them.
 
-        tokens (B, L) are the codes at positions first[b] .. first[b] + L - 1; the cache must hold exactly what comes
-        before (`rollback` sees to it). Returns h (G, B, L, D) of positions first[b] + 1 .. first[b] + L. Structure
-        tokens travel with the row's last token and cost no forward of their own. Raises ValueError if a later `start`
-        of the compiled backbone took the cache.
+        tokens (B, L) are the codes at positions first[b] .. first[b] + L - 1; the cache must hold exactly what precedes
+        them (see `rollback`). Returns h (G, B, L, D) of positions first[b] + 1 .. first[b] + L. Structure tokens are
+        fed with a row's last token. Raises ValueError if a later `start` of the compiled backbone took the cache.
         """
-        B, L = tokens.shape
-        grid = self.grid
+        (B, L), G, grid = tokens.shape, state.branches, self.grid
         if state.turn != state.cache.turn:
             raise ValueError("this picture's cache was taken by a later start(); compiled, finish one before the next")
         begin = [grid.slot(f) for f in first]
         assert begin == state.slots, f"cache holds {state.slots} slots, the window begins at {begin}"
         end = [grid.slot(f + L) for f in first]
         S = max(e - b for b, e in zip(begin, end, strict=True))
-        start = torch.tensor(begin, device=self.device)[:, None]
-        embeds = self._fed_embeds(tokens, start, S, torch.tensor(first, device=self.device)[:, None])
-        G = state.branches
-        where = [p + begin[r % B] for r, p in enumerate(state.prompt_lengths)]
-        positions = state.cache.aim(where, S, self.device)
+        start, at = torch.tensor([begin, first], device=self.device)[..., None]  # (B, 1) each
+        embeds = self._fed_embeds(tokens, start, S, at)
+        positions = state.cache.aim([p + begin[r % B] for r, p in enumerate(state.prompt_lengths)], S, self.device)
         mask = state.cache.mask(positions, self.dtype)
         # Padding lies beyond the picture's end, where a table of learned positions has no row.
         positions = positions.clamp(max=max(state.prompt_lengths) + grid.slots - 1)
         h = self.step(embeds if G == 1 else embeds.repeat(G, 1, 1), positions, mask, state.cache).to(self.device)
         state.slots = end
         if S > L:
-            position = torch.tensor(first, device=self.device)[:, None] + torch.arange(1, L + 1, device=self.device)
-            index = (grid.slot(position) - 1 - start).repeat(G, 1)
-            h = h.gather(1, index[..., None].expand(-1, -1, h.shape[-1]))
+            index = grid.slot(at + torch.arange(1, L + 1, device=self.device)) - 1 - start
+            h = h.take_along_dim(index.repeat(G, 1)[..., None], 1)
         return h.view(G, B, L, -1)
 
     def rollback(self, state: DecodeState, keep: list[int]) -> None:
-        """Forget what was fed behind the first `keep[b]` image positions of sample b. Raises ValueError if too far."""
+        """Forget what was fed after the first `keep[b]` image positions of sample b. Raises ValueError if too far."""
         slots = [self.grid.slot(k) for k in keep]
         if any(not 0 <= s <= held for s, held in zip(slots, state.slots, strict=True)):
             raise ValueError(f"rollback to {slots} slots, but the cache holds {state.slots}")
         state.slots = slots
 
-    def _fed_embeds(self, tokens: Tensor, start: Tensor, count: int, first: Tensor | None = None) -> Tensor:
+    def _fed_embeds(self, tokens: Tensor, start: Tensor, count: int, first: Tensor) -> Tensor:
         """(B, L) codes -> (B, count, D) inputs from slot start[b] on, structure tokens in between.
 
-        `first` (B, 1) is the position of tokens[:, 0]. Slots behind the last token repeat it: padding nobody sees.
+        `first` (B, 1) is the position of tokens[:, 0]. Slots after the last token repeat it: padding nobody sees.
         """
         grid = self.grid
         slot = start + torch.arange(count, device=tokens.device)
         column = slot % grid.stride
         position = slot // grid.stride * grid.width + column.clamp(max=grid.width - 1)
-        index = (position - (0 if first is None else first)).clamp(0, tokens.shape[1] - 1)
-        embeds = self.embed(tokens.gather(1, index))
+        embeds = self.embed(tokens.gather(1, (position - first).clamp(0, tokens.shape[1] - 1)))
         if grid.row_end:
             table = self.embed_ids(torch.tensor(self.structure_ids(), device=tokens.device))
             row_end = table[(column - grid.width).clamp(min=0)]
@@ -340,16 +309,14 @@ class Backbone(nn.Module, ABC):
 
     @classmethod
     def from_model(cls, model: Any, processor: Any, **settings: Any) -> Self:
-        """Wrap a model the caller already holds (finetuned, quantised); it is frozen and put in eval mode.
+        """Wrap a model in memory (finetuned, quantised); it is frozen and put in eval mode.
 
-        `Backbone.from_model` finds the adapter by the model's config.model_type. `settings` are the adapter's: grid,
-        name, ... Raises ValueError for a model of no known family.
+        `Backbone.from_model` finds the adapter by config.model_type; `settings` are the adapter's (grid, name, ...).
+        Raises ValueError for a model of no known family.
         """
         if inspect.isabstract(cls):
             return family_of(model).from_model(model, processor, **settings)
-        backbone = cls(model, processor, **settings)  # type: ignore[call-arg]
-        backbone.freeze()
-        return backbone
+        return cls(model, processor, **settings).freeze()  # type: ignore[call-arg]
 
     @classmethod
     @abstractmethod
@@ -358,5 +325,5 @@ class Backbone(nn.Module, ABC):
     ) -> Self:
         """The checkpoint in a folder, not yet frozen; `dtype` None is its own.
 
-        Raises ValueError naming a key that the weights lack, or have too many or misshapen.
+        Raises ValueError naming a missing, unknown or misshapen weight.
         """

@@ -1,7 +1,7 @@
 """A key-value cache whose rows may stand at different lengths: preallocated, written in place, rolled back by a number.
 
 Slot number = position id, so a query at position P sees exactly the slots 0..P of its own row and nothing stale: what
-lies behind a row's length is overwritten before a later query can reach it. No padding is ever visible.
+lies beyond a row's length is overwritten before a later query can reach it. No padding is ever visible.
 """
 
 from dataclasses import dataclass
@@ -32,14 +32,11 @@ class _Layer(CacheLayerMixin):
         self.window = window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        R, heads, _, _ = key_states.shape
-        self.keys = key_states.new_zeros(R, heads, self.window.capacity, key_states.shape[-1])
-        self.values = value_states.new_zeros(R, heads, self.window.capacity, value_states.shape[-1])
+        room = ((*x.shape[:2], self.window.capacity, x.shape[-1]) for x in (key_states, value_states))
+        self.keys, self.values = map(key_states.new_zeros, room)
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -96,15 +93,12 @@ class RaggedCache(Cache):
         if len(set(first)) == 1 and not self.static:
             self.window.write = slice(first[0], first[0] + length)
             return torch.arange(first[0], first[0] + length, device=device)[None]
-        positions = torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)
-        self.window.write = positions
-        return positions
+        self.window.write = torch.tensor(first, device=device)[:, None] + torch.arange(length, device=device)
+        return self.window.write
 
     def mask(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Additive (R or 1, 1, L, seen) mask: slot <= position. None where a single query sees every slot read."""
         if positions.shape == (1, 1) and not self.static:
             return None
         hidden = torch.arange(self.seen, device=positions.device) > positions[:, None, :, None]
-        return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(
-            hidden, torch.finfo(dtype).min
-        )
+        return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)

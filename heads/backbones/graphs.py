@@ -62,12 +62,12 @@ class Recorded:
             self.graphs.clear()
             self.met.clear()
         shape = embeds.shape, cache.seen
-        graph = self.graphs.get(shape)
-        if graph is None:
+        if shape not in self.graphs:
             if shape not in self.met or len(self.graphs) >= LIMIT:
                 self.met.add(shape)
                 return self.step(embeds, positions, mask, cache)
-            graph = self.graphs[shape] = self._graph(embeds, positions, mask, cache)
+            self.graphs[shape] = self._graph(embeds, positions, mask, cache)
+        graph = self.graphs[shape]
         for held, given in zip(graph.inputs, (embeds, positions, mask), strict=True):
             held.copy_(given)
         graph.replay()

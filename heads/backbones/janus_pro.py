@@ -2,8 +2,8 @@
 
 Prompt: BOS, the chat template's user turn and an opened assistant turn, begin-of-image; then the codes of the picture
 row after row, no structure tokens. h[0, 0] is the state at begin-of-image. A code's input embedding is its vector of
-`generation_embeddings` behind an MLP, the aligner; the image head is an MLP too. The unconditional branch is the prompt
-itself with pad tokens in place of all but BOS and begin-of-image. Facts: github.com/deepseek-ai/Janus,
+`generation_embeddings` passed through an MLP, the aligner; the image head is an MLP too. The unconditional branch is
+the prompt itself with pad tokens in place of all but BOS and begin-of-image. Source: github.com/deepseek-ai/Janus,
 generation_inference.py, and transformers' generate(generation_mode="image"), which does the same.
 """
 
@@ -14,24 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftgrid.heads.backbones.transformer import TransformerBackbone
+from draftgrid.heads.backbones.transformer import TransformerBackbone, load_text_tokenizer
 from draftgrid.heads.grid import TokenGrid
 from draftgrid.heads.prompts import Prompt, Unconditional
 
+LIKE = "deepseek-community/Janus-Pro-7B"
 UNUSED = ("lm_head", "model.vision_model", "model.aligner", "model.vqmodel")
 """What drawing never reads: the text's LM head, the tower that looks at pictures, and the picture tokenizer."""
 
 
 def load_processor(folder: Path) -> Any:
-    """transformers' own, around tokenizer.json as it is: tokenizer_config.json names a class with rules of its own.
+    """transformers' own. Raises ValueError for a folder without tokenizer.json, chat template or image tokens."""
+    from transformers import JanusImageProcessorPil, JanusProcessor
 
-    Raises ValueError for a folder without tokenizer.json, chat template or the three image tokens.
-    """
-    from transformers import JanusImageProcessorPil, JanusProcessor, PreTrainedTokenizerFast
-
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder} has no tokenizer.json")
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    tokenizer = load_text_tokenizer(folder, LIKE)
     lacking = [n for n in ("image_token", "boi_token", "eoi_token", "chat_template") if not getattr(tokenizer, n, None)]
     if lacking:
         raise ValueError(f"{folder}: tokenizer_config.json and chat_template.jinja lack {', '.join(lacking)}")
@@ -40,14 +36,14 @@ def load_processor(folder: Path) -> Any:
 
 class JanusProBackbone(TransformerBackbone):
     adapter = "janus_pro"
-    model_class, like = "JanusForConditionalGeneration", "deepseek-community/Janus-Pro-7B"
+    model_class, like = "JanusForConditionalGeneration", LIKE
     load_processor = staticmethod(load_processor)
     linear_head = False
 
     def __init__(
         self, model: Any, processor: Any, grid: tuple[int, int] | None = None, name: str = "janus_pro"
     ) -> None:
-        """`grid` is the checkpoint's own, 24x24, unless told. Raises ValueError if the model is none of this family."""
+        """`grid` None is the checkpoint's own, 24x24. Raises ValueError for a model of another family."""
         super().__init__()
         parts: Any = getattr(model, "model", None)
         if not hasattr(parts, "generation_head") or not hasattr(parts, "language_model"):
@@ -62,7 +58,7 @@ class JanusProBackbone(TransformerBackbone):
 
     @staticmethod
     def lighten(model: Any) -> None:
-        """Of Janus-Pro-7B's 7.41 billion parameters 0.82 go."""
+        """Removes 0.82 billion of Janus-Pro-7B's 7.41 billion parameters."""
         for path in UNUSED:
             owner, _, name = path.rpartition(".")
             setattr(model.get_submodule(owner), name, nn.Identity())
@@ -86,7 +82,7 @@ class JanusProBackbone(TransformerBackbone):
         return [self.padded(r) if isinstance(p, Unconditional) else r for p, r in zip(prompts, rows, strict=True)]
 
     def padded(self, ids: Tensor) -> Tensor:
-        """(L,) ids of a prompt -> its unconditional twin: pad tokens for all but BOS and begin-of-image, the last."""
+        """(L,) ids of a prompt -> its unconditional prompt: pad tokens for all but BOS and begin-of-image, the last."""
         text = self.model.config.text_config
         if text.pad_token_id is None:
             raise ValueError(f"{self.name}: config.text_config.pad_token_id is not set; guidance pads with it")

@@ -1,4 +1,4 @@
-"""Loading a backbone: from a folder, from the hub, or the demo's; which adapter it takes; or one already in memory."""
+"""Loading a backbone from a folder, from the hub, or the demo's, with the adapter it needs."""
 
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,15 @@ def resolve_checkpoint(name: str | Path) -> Path:
     for path in (Path(name), ASSETS / str(name)):
         if path.is_dir():
             return path
-    raise ValueError(
-        f"{str(name)!r} is neither a folder nor a shipped checkpoint ({', '.join(shipped()) or 'none'}) nor a hub id "
-        "like org/name"
-    )
+    known = ", ".join(shipped()) or "none"
+    raise ValueError(f"{str(name)!r} is neither a folder nor a shipped checkpoint ({known}) nor a hub id like org/name")
 
 
 def find_checkpoint(
     name: str | Path, revision: str | None = None, local_files_only: bool = False, part: str | None = ""
 ) -> Path:
-    """The same, or of a hub id, `org/name` or `org/name@revision`, the folder its files lie in, downloaded if need be.
-
-    Of weights in several files only those that hold a tensor with `part` in its name; None = no weights. Raises
-    ValueError if there is no such folder, shipped checkpoint or hub id, or the hub does not give it.
-    """
+    """The same, or the folder of a hub id, `org/name` or `org/name@revision`; revision, local_files_only and part as in
+    `weights.fetch`. Raises ValueError if there is no such folder, shipped checkpoint or hub id."""
     hub = HUB_ID.fullmatch(str(name))
     if hub is None or Path(name).is_dir():
         return resolve_checkpoint(name)
@@ -46,9 +41,9 @@ def find_checkpoint(
 
 
 def read_card(folder: Path) -> dict[str, Any]:
-    """draftgrid.json, or of a published checkpoint what its config.json says of it; empty if neither is there.
+    """draftgrid.json, or the adapter that a published checkpoint's config.json needs; empty if there is neither file.
 
-    Raises ValueError, naming file, field and value, for one of another type.
+    Raises ValueError, naming file, field and value, for a field of the wrong type.
     """
     file = folder / CARD
     if file.is_file():
@@ -62,7 +57,7 @@ def read_card(folder: Path) -> dict[str, Any]:
 
 
 def adapter_class(adapter: str | None, where: str) -> type[Backbone]:
-    """`registry.find_class`, of which it raises ValueError too unless it is a complete adapter."""
+    """`registry.find_class`. Raises ValueError also for a class that is no complete adapter."""
     found = find_class(adapter, where)
     if not issubclass(found, Backbone):
         raise ValueError(f"adapter is {adapter!r}, but it is no subclass of draftgrid.heads.backbones.Backbone")
@@ -85,10 +80,9 @@ def load_backbone(
     """Load a frozen backbone from a folder or a hub id (org/name, org/name@revision); `emoji` is the demo's.
 
     `adapter` and `grid` default to what the checkpoint says, else to its family's; `dtype` to fp32 on a CPU and bf16
-    elsewhere, for fp32 files cost twice the memory and the time. `device_map` is transformers' own ("auto", "cuda:1",
-    {module: device}), to draw with a model that one GPU does not hold; it needs the package accelerate, and `device` is
-    not read then. Raises ValueError for an unknown adapter, a place with no checkpoint, and weights that lack a key or
-    carry one too many.
+    elsewhere. `device_map` is transformers' own ("auto", "cuda:1", {module: device}), for a model larger than one GPU;
+    it replaces `device` and needs the package accelerate. Raises ValueError for an unknown adapter, a place without a
+    checkpoint, and weights that are missing or unknown.
     """
     if dtype is None:
         dtype = torch.float32 if device_map is None and torch.device(device).type == "cpu" else torch.bfloat16

@@ -2,20 +2,21 @@
 
 Sequence: <s>, the request as text, end of turn, image start, two size tokens (pairs of rows, then pairs of columns);
 then rows of W codes, each ended by the new-line token. h[0, 0] is the state at the second size token. Without a caption
-the sequence begins at image start, at position 0. Facts: github.com/Alpha-VLLM/Lumina-mGPT, item_processor.py (tokens)
+the sequence begins at image start, at position 0. Source: github.com/Alpha-VLLM/Lumina-mGPT, item_processor.py (tokens)
 and inference_solver.py (unconditional branch). The class masks image logits in its forward, so logits here come from
 the states and the LM head.
 """
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftgrid.heads.backbones.transformer import VocabularyBackbone
+from draftgrid.heads.backbones.transformer import VocabularyBackbone, load_text_tokenizer
 from draftgrid.heads.grid import TokenGrid
 from draftgrid.heads.weights import Loaded, read_tensors
 
@@ -43,21 +44,10 @@ def expand_norms(loaded: Loaded, folder: Path) -> None:
             loaded.misshapen.remove(name)
 
 
-def load_text_tokenizer(folder: Path) -> Any:
-    """tokenizer.json as it is. AutoTokenizer would follow tokenizer_config.json to a class with rules of its own."""
-    from transformers import PreTrainedTokenizerFast
-
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(
-            f"{folder} has no tokenizer.json; those of Alpha-VLLM/Lumina-mGPT-7B-768 serve the whole family"
-        )
-    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-
-
 class LuminaBackbone(VocabularyBackbone):
     adapter = "lumina_mgpt"
     model_class, like = "ChameleonForConditionalGeneration", "Alpha-VLLM/Lumina-mGPT-7B-768"
-    load_processor, mend = staticmethod(load_text_tokenizer), staticmethod(expand_norms)
+    load_processor, mend = staticmethod(partial(load_text_tokenizer, like=like)), staticmethod(expand_norms)
 
     def __init__(self, model: Any, processor: Any, grid: tuple[int, int] = (48, 48), name: str = "lumina_mgpt") -> None:
         """`processor` is the text tokenizer, or a processor that holds one. Raises ValueError for an odd grid."""
@@ -72,14 +62,10 @@ class LuminaBackbone(VocabularyBackbone):
         self._header = [IMAGE_START, *(SIZE.format(8800 + n // 2) for n in grid)]
         lacking = [n for n in (BOS, TURN_END, ROW_END, *self._header) if n not in words]
         if lacking:
-            raise ValueError(
-                f"{name}: config.vocabulary_map lacks {lacking}; is it a Lumina-mGPT, and grid one of its?"
-            )
-        codes = image_codes(words)
-        if not codes or sorted(codes) != list(range(len(codes))):
-            raise ValueError(f"{name}: config.vocabulary_map names {len(codes)} image tokens 'IMGIMG...Z', or has gaps")
+            why = "is it a Lumina-mGPT, and grid one of its?"
+            raise ValueError(f"{name}: config.vocabulary_map lacks {lacking}; {why}")
         self._words = words
-        self.take_codes(codes)
+        self.take_codes(image_codes(words))
 
     def prompt_ids(self, prompts: Sequence[str | None]) -> list[Tensor]:
         header = [self._words[name] for name in self._header]

@@ -1,18 +1,16 @@
 """The published architectures at full size with random weights: to know what a forward costs takes no checkpoint."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.backbones.loading import adapter_class
-from draftgrid.heads.backbones.published import meta_model
 from draftgrid.heads.backbones.registry import find_family
+from draftgrid.heads.weights import meta_model
 
 PROMPT, UNCONDITIONAL = 64, 48
-"""Tokens of a random prompt and of its unconditional twin, which differ in length as those of real ones do."""
+"""Tokens of a random prompt and of its unconditional prompt; as in real ones, the lengths differ."""
 
 
 def random_backbone(
@@ -48,11 +46,7 @@ def random_backbone(
     inner: Any = backbone.text
     inner.rotary_emb = type(inner.rotary_emb)(config=inner.config).to(device)  # its table is no weight
     ids = torch.randint(text["vocab_size"], (PROMPT,), generator=torch.Generator().manual_seed(0))
-
-    def prompt_ids(prompts: Sequence[str | None]) -> list[Tensor]:
-        return [ids if isinstance(p, str) else ids[:UNCONDITIONAL] for p in prompts]
-
-    backbone.prompt_ids = prompt_ids  # type: ignore[method-assign]
+    backbone.prompt_ids = lambda prompts: [ids if p is not None else ids[:UNCONDITIONAL] for p in prompts]  # type: ignore[method-assign]
     return backbone.to(device).freeze()
 
 

@@ -1,4 +1,4 @@
-"""Which class adapts which model, and the facts of each family, which stand once, in NAME.yaml beside the adapter.
+"""Which class adapts which model, and the metadata of each family, kept in NAME.yaml beside the adapter.
 
 Classes are named as text and imported when asked for, so adapters can import us.
 """
@@ -66,14 +66,13 @@ def find_class(adapter: str | None, where: str) -> type[Any]:
 
     Raises ValueError for one that is not known or cannot be imported; `where` is what would have named it.
     """
-    if adapter is None or (adapter not in families() and ":" not in adapter):
-        why = f"{where} says of no family" if adapter is None else f"adapter is {adapter!r}"
-        raise ValueError(
-            f"backbone: {why}; set adapter to one of {', '.join(families())}, or to package.module:Class of your own"
-        )
     if adapter in families():
         return find_named(f"draftgrid.heads.backbones.{adapter}:{families()[adapter].adapter_class}", "adapter")
-    return find_named(adapter, "adapter")
+    if adapter is not None and ":" in adapter:
+        return find_named(adapter, "adapter")
+    why = f"{where} names no adapter" if adapter is None else f"adapter is {adapter!r}"
+    known = ", ".join(families())
+    raise ValueError(f"backbone: {why}; set adapter to one of {known}, or to package.module:Class of your own")
 
 
 def find_named(name: str, key: str) -> type[Any]:

@@ -1,5 +1,5 @@
 """What adapters on transformers' decoder-only text models share: the layers, the state before the final norm, and image
-codes that are words of the text vocabulary. A family says its prompts, its header and where its parts are.
+codes that are words of the text vocabulary. A family's adapter adds prompts and header and names the model's parts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ class TransformerBackbone(Backbone):
     """transformers' name of it."""
     like: ClassVar[str]
     """A published checkpoint of the family."""
-    apart: ClassVar[str | None] = None
+    apart: ClassVar[tuple[str, ...]] = ()
     """What the names of weights begin with that are no part of the backbone, and may be absent."""
     load_processor: ClassVar[Any]
     text: Any
@@ -40,8 +40,7 @@ class TransformerBackbone(Backbone):
     def from_pretrained(
         cls, folder: Path, dtype: torch.dtype | None = None, device_map: Any = None, **settings: Any
     ) -> Self:
-        """Raises ValueError naming a weight that is absent, unknown or of another shape. Lets go of what drawing never
-        reads."""
+        """Raises ValueError naming a missing, unknown or misshapen weight. Leaves out what drawing never reads."""
         import transformers
 
         loaded = load_model(getattr(transformers, cls.model_class), folder, cls.like, dtype, device_map)
@@ -78,8 +77,8 @@ class TransformerBackbone(Backbone):
         return self._layers(self.compiled_layer or one_layer, embeds, positions, mask, cache)
 
     def compile_layers(self) -> None:
-        """One layer is compiled, and serves all: they differ in weights and cache alone, which are its inputs."""
-        # Windows of one token, batches of one row, other models in this process: each is a graph of the same function.
+        """One layer is compiled for all: they differ only in weights and cache, which are inputs."""
+        # Windows of one token, batches of one row and other models in the process each need a graph of this function.
         dynamo = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, 32)
         self.compiled_layer = torch.compile(one_layer, dynamic=True)
@@ -98,6 +97,18 @@ class TransformerBackbone(Backbone):
         return self.text.norm(h)
 
 
+def load_text_tokenizer(folder: Path, like: str) -> Any:
+    """tokenizer.json as it is: AutoTokenizer would follow tokenizer_config.json to a class with rules of its own.
+
+    Raises ValueError, naming the checkpoint `like`, if there is none.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} has no tokenizer.json; those of {like} serve the whole family")
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
 def one_layer(
     layer: nn.Module,
     h: Tensor,
@@ -106,7 +117,7 @@ def one_layer(
     rotary: tuple[Tensor, Tensor],
     cache: CacheLayerMixin,
 ) -> Tensor:
-    """A decoder layer on (R, L, D), with its own layer of the cache: which number it has in the model plays no part."""
+    """A decoder layer on (R, L, D) with its own layer of the cache, whatever its number in the model."""
     out = layer(h, attention_mask=mask, position_embeddings=rotary, position_ids=positions, cache=cache, use_cache=True)
     return out[0] if isinstance(out, tuple) else out  # Chameleon's layers wrap it
 
@@ -114,7 +125,7 @@ def one_layer(
 class VocabularyBackbone(TransformerBackbone):
     """Image codes are words of the text vocabulary: rows of its embedding and of its LM head."""
 
-    apart = "model.vqmodel."
+    apart = ("model.vqmodel.",)
     processor: Any
     unconditional: str | None = None
     image_ids: Tensor
@@ -129,7 +140,9 @@ class VocabularyBackbone(TransformerBackbone):
         write_json(folder / CARD, {"adapter": self.adapter, "grid": grid, "unconditional": self.unconditional})
 
     def take_codes(self, codes: Mapping[int, int]) -> None:
-        """{code: vocabulary id} of the codes 0 .. V-1."""
+        """{code: vocabulary id} of the codes 0 .. V-1. Raises ValueError if there is none or one is left out."""
+        if not codes or sorted(codes) != list(range(len(codes))):
+            raise ValueError(f"{self.name}: config.vocabulary_map names {len(codes)} image tokens, or has gaps")
         self.image_vocab_size = len(codes)
         ids = torch.tensor([codes[c] for c in range(len(codes))])
         self.register_buffer("image_ids", ids, persistent=False)

@@ -3,6 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -39,15 +40,21 @@ class ImageTokenizer(ABC):
 
     @classmethod
     @abstractmethod
-    def from_pretrained(cls, folder: str | Path) -> "ImageTokenizer": ...
+    def from_pretrained(cls, folder: str | Path) -> Self: ...
 
     @abstractmethod
-    def to(self, device: str | torch.device) -> "ImageTokenizer":
-        """Moved there, itself."""
+    def to(self, device: str | torch.device) -> Self:
+        """Moves it to the device; returns itself."""
 
     @property
     def codebook_size(self) -> int:
         return self.codebook.shape[0]
+
+    def check_pixels(self, images: Tensor) -> None:
+        """Raises ValueError if a side of the pictures (B, 3, h, w) is no whole number of codes."""
+        if images.shape[-1] % self.patch or images.shape[-2] % self.patch:
+            size = tuple(images.shape[-2:])
+            raise ValueError(f"picture of {size} pixels does not divide into {self.patch}x{self.patch}")
 
     def neighbours(self, count: int) -> Tensor:
         """(K, count) codes nearest to each code by the distance of their vectors, nearest first, itself left out.
@@ -74,8 +81,6 @@ class ImageTokenizer(ABC):
         """(B, H, W) -> PIL pictures, enlarged `scale` times without smoothing."""
         from PIL import Image
 
-        pixels = (self.decode(tokens).clamp(0, 1) * 255).round().to("cpu", torch.uint8).permute(0, 2, 3, 1).numpy()
-        pictures = [Image.fromarray(p) for p in pixels]
-        if scale > 1:
-            pictures = [p.resize((p.width * scale, p.height * scale), Image.Resampling.NEAREST) for p in pictures]
-        return pictures
+        pixels = self.decode(tokens).repeat_interleave(scale, -2).repeat_interleave(scale, -1)
+        channels_last = (pixels.clamp(0, 1) * 255).round().to("cpu", torch.uint8).movedim(1, -1)
+        return [Image.fromarray(p) for p in channels_last.numpy()]

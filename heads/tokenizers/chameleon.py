@@ -7,47 +7,27 @@ published Lumina-mGPT checkpoints have neither.
 
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import yaml
 from torch import Tensor
 
 from draftgrid.common.files import atomic, write_json
-from draftgrid.heads.tokenizers.learned import (
-    PREFIX,
-    LearnedTokenizer,
-    fill,
-    normalisation,
-    picture_side,
-    tokenizer_weights,
-)
+from draftgrid.heads.tokenizers.learned import LearnedTokenizer, fill, normalisation, picture_side, read_checkpoint
 from draftgrid.heads.tokenizers.patch_vq import nearest_code
 from draftgrid.heads.tokenizers.vqgan import VQGAN, Sizes, new_vqgan
-from draftgrid.heads.weights import read_config
 
 CHECKPOINT, YAML = "vqgan.ckpt", "vqgan.yaml"
 ADVICE = (
     f"set tokenizer (in a recipe backbone.tokenizer) to the folder of {CHECKPOINT} and {YAML}, tokenizer/ of Meta's "
     "Chameleon release"
 )
-META = {
-    "channels": "ch",
-    "multipliers": "ch_mult",
-    "blocks": "num_res_blocks",
-    "latent": "z_channels",
-    "codes": "n_embed",
-    "code_size": "embed_dim",
-    "attention": "attn_resolutions",
-}
-"""What vqgan.yaml calls our sizes, and below what transformers does; a name not listed is the same."""
-TRANSFORMERS = {
-    **META,
-    "channels": "base_channels",
-    "multipliers": "channel_multiplier",
-    "latent": "latent_channels",
-    "codes": "num_embeddings",
-}
+BOTH = {"blocks": "num_res_blocks", "code_size": "embed_dim", "attention": "attn_resolutions"}
+META = BOTH | {"channels": "ch", "multipliers": "ch_mult", "latent": "z_channels", "codes": "n_embed"}
+TRANSFORMERS = BOTH | {"channels": "base_channels", "multipliers": "channel_multiplier"}
+TRANSFORMERS |= {"latent": "latent_channels", "codes": "num_embeddings"}
+"""What our sizes are called in vqgan.yaml and in transformers' config.json; a name not listed is the same."""
 State = dict[str, Tensor]
 
 
@@ -59,21 +39,16 @@ class ChameleonVQ(LearnedTokenizer):
         super().__init__(model, mean, std, image_size, model.sizes.patch)
 
     @property
-    def codebook(self) -> Tensor:
-        return self.model.quantize.embedding.weight
-
-    @property
     def decodes(self) -> bool:
         return self.model.decoder is not None
 
     @torch.inference_mode()
     def encode(self, images: Tensor) -> Tensor:
-        latents = self.model.latents(self.normalised(images))
-        return nearest_code(latents.flatten(0, 2), self.codebook).view(latents.shape[:3])
+        return nearest_code(self.model.latents(self.normalised(images)), self.codebook)
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor) -> Tensor:
-        """Raises ValueError, saying what to set, if there is no pixel decoder."""
+        """Raises ValueError if there is no pixel decoder."""
         if not self.decodes:
             raise ValueError(f"this image tokenizer has no pixel decoder and only encodes: {ADVICE}")
         return (self.model.draw(tokens.to(self.mean.device)) / 2 + 0.5).clamp(0, 1)
@@ -90,7 +65,7 @@ class ChameleonVQ(LearnedTokenizer):
         self.write_processor(folder, rescale_factor=1 / 255)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, decoder: str | Path | None = None) -> "ChameleonVQ":
+    def from_pretrained(cls, folder: str | Path, decoder: str | Path | None = None) -> Self:
         """`folder` is one of the two kinds above, or vqgan.ckpt itself; `decoder` is vqgan.ckpt or its folder.
 
         Raises ValueError if weights are absent, lack a key, have one too many or another size, and if the decoder
@@ -99,21 +74,16 @@ class ChameleonVQ(LearnedTokenizer):
         folder = Path(folder)
         if not (folder / "config.json").is_file():
             sizes, state = read_release(folder)
-            return cls(loaded(new_vqgan(sizes), state, folder), [0.5] * 3, [0.5] * 3, sizes.resolution)
-        config = read_config(folder)
-        whole = config.get("model_type") == "chameleon"
-        sizes = sizes_of(config.get("vq_config") or {} if whole else config, TRANSFORMERS)
-        state = tokenizer_weights(folder, whole)
-        if not state:
-            raise ValueError(f"{folder} holds no weights of a picture tokenizer ({PREFIX}...): {ADVICE}")
+            return cls(fill(new_vqgan(sizes), state, folder), [0.5] * 3, [0.5] * 3, sizes.resolution)
+        config, state = read_checkpoint(folder, "chameleon", f": {ADVICE}")
+        sizes = sizes_of(config, TRANSFORMERS)
         if decoder is None and (folder / CHECKPOINT).is_file():
             decoder = folder
         if decoder is not None:
             state |= decoder_of(Path(decoder), state)
         pixels = any(name.startswith("decoder.") for name in state)
         mean, std, side = normalisation(folder, sizes.resolution)
-        model = loaded(new_vqgan(sizes, pixels), state, folder)
-        return cls(model, mean, std, picture_side(folder, sizes.patch, side))
+        return cls(fill(new_vqgan(sizes, pixels), state, folder), mean, std, picture_side(folder, sizes.patch, side))
 
 
 def sizes_of(config: dict[str, Any], names: dict[str, str]) -> Sizes:
@@ -142,23 +112,13 @@ def read_release(path: Path) -> tuple[Sizes, State]:
         state = torch.load(file, map_location="cpu", weights_only=True)["state_dict"]
     except Exception as error:  # torch raises what its unpickler and its zip reader raise
         raise ValueError(f"{file} cannot be read as a checkpoint of tensors: {str(error).splitlines()[0]}") from None
-    return sizes, {k: v for k, v in state.items() if not k.startswith("loss.")}  # what only its training needs
+    return sizes, {k: v.float() for k, v in state.items() if not k.startswith("loss.")}  # what only its training needs
 
 
 def decoder_of(path: Path, encoder: State) -> State:
     """The pixel decoder out of Meta's release. Raises ValueError if it draws the codes of another codebook."""
     state, name = read_release(path)[1], "quantize.embedding.weight"
     ours, theirs = encoder.get(name), state.get(name)
-    if (
-        ours is None
-        or theirs is None
-        or ours.shape != theirs.shape
-        or not torch.equal(ours.bfloat16(), theirs.bfloat16())
-    ):
+    if ours is None or theirs is None or not torch.equal(ours.bfloat16(), theirs.bfloat16()):
         raise ValueError(f"the pixel decoder in {path} was trained for another codebook than this tokenizer's")
     return {k: v for k, v in state.items() if k.startswith(("decoder.", "post_quant_conv."))}
-
-
-def loaded(model: VQGAN, state: State, folder: Path) -> VQGAN:
-    """Takes the weights over as they are. Raises ValueError naming what does not fit."""
-    return fill(model, {k: v.float() for k, v in state.items()}, folder, "picture tokenizer", "described", assign=True)

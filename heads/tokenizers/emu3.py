@@ -4,7 +4,7 @@ Only the tensors under `vqmodel.` are read, so the language model beside them co
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,10 +21,6 @@ class Emu3VQ(LearnedTokenizer):
     def __init__(self, model: Any, mean: list[float], std: list[float], image_size: int = SIDE) -> None:
         super().__init__(model, mean, std, image_size, model.spatial_scale_factor)
 
-    @property
-    def codebook(self) -> Tensor:
-        return self.model.quantize.embedding.weight
-
     @torch.inference_mode()
     def encode(self, images: Tensor) -> Tensor:
         sizes = torch.tensor([images.shape[-2:]] * len(images))
@@ -34,12 +30,8 @@ class Emu3VQ(LearnedTokenizer):
     def decode(self, tokens: Tensor) -> Tensor:
         return self.pixels(self.model.decode(tokens.to(self.mean.device)))
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        self.model.save_pretrained(folder)
-        self.write_processor(Path(folder))
-
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "Emu3VQ":
+    def from_pretrained(cls, folder: str | Path) -> Self:
         """Raises ValueError as `checkpoint_model`."""
         from transformers import Emu3VQVAE
 

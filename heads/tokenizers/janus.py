@@ -7,7 +7,7 @@ gives other codes than the model was trained on.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,21 +32,16 @@ class JanusVQ(LearnedTokenizer):
 
     @torch.inference_mode()
     def encode(self, images: Tensor) -> Tensor:
-        z = self.model.quant_conv(self.model.encoder(self.normalised(images))).permute(0, 2, 3, 1)
-        unit = nn.functional.normalize(z, dim=-1)
-        return nearest_code(unit.flatten(0, 2), self.codebook, chunk=4096).view(z.shape[:3])
+        z = self.model.quant_conv(self.model.encoder(self.normalised(images))).movedim(1, -1)
+        return nearest_code(nn.functional.normalize(z, dim=-1), self.codebook, chunk=4096)
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor) -> Tensor:
-        z = self.codebook[tokens.to(self.mean.device)].permute(0, 3, 1, 2)
+        z = self.codebook[tokens.to(self.mean.device)].movedim(-1, 1)
         return self.pixels(self.model.decoder(self.model.post_quant_conv(z)))
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        self.model.save_pretrained(folder)
-        self.write_processor(Path(folder))
-
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "JanusVQ":
+    def from_pretrained(cls, folder: str | Path) -> Self:
         """Raises ValueError as `checkpoint_model`."""
         from transformers import JanusVQVAE
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -10,16 +10,18 @@ from torch import Tensor
 from draftgrid.common.files import read_json, write_json
 from draftgrid.heads.backbones.loading import read_card
 from draftgrid.heads.tokenizers.base import ImageTokenizer
-from draftgrid.heads.weights import new_model, read_config, read_tensors
+from draftgrid.heads.weights import check_tensors, new_model, read_config, read_tensors
 
 PREFIX = "vqmodel."
 """In the names of a tokenizer's weights inside a language model's checkpoint."""
 
 
 class LearnedTokenizer(ImageTokenizer):
-    """`model` has `quant_conv`, the encoder's last layer."""
+    """`model` has `quant_conv`, the encoder's last layer, and the codebook as `quantize.embedding`."""
 
     model: Any
+    model_types: tuple[str, ...]
+    """`model_type` in config.json: of the family's language model, then of the tokenizer alone."""
 
     def __init__(self, model: Any, mean: list[float], std: list[float], image_size: int, patch: int) -> None:
         """`mean` and `std` per channel: what pictures in [0, 1] are normalised with."""
@@ -27,29 +29,34 @@ class LearnedTokenizer(ImageTokenizer):
         self.mean, self.std = (torch.tensor(x).view(3, 1, 1) for x in (mean, std))
 
     @property
+    def codebook(self) -> Tensor:
+        return self.model.quantize.embedding.weight
+
+    @property
     def fingerprint(self) -> str:
-        """The encoder's last weights and the normalisation decide about the codes too; a decoder does not."""
+        """Also over the encoder's last weights and the normalisation, which decide the codes; not over the decoder."""
         digest = hashlib.sha256(super().fingerprint.encode())
         for tensor in (self.mean, self.std, *self.model.quant_conv.parameters()):
             digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
         return digest.hexdigest()
 
-    def to(self, device: str | torch.device) -> "LearnedTokenizer":
+    def to(self, device: str | torch.device) -> Self:
         self.model.to(device)
         self.mean, self.std = self.mean.to(device), self.std.to(device)
         return self
 
     def normalised(self, images: Tensor) -> Tensor:
-        """(B, 3, h, w) in [0, 1] as the encoder reads it. Raises ValueError if its size is no whole number of codes."""
-        if images.shape[-1] % self.patch or images.shape[-2] % self.patch:
-            raise ValueError(
-                f"picture of {tuple(images.shape[-2:])} pixels does not divide into {self.patch}x{self.patch}"
-            )
+        """(B, 3, h, w) in [0, 1] as the encoder reads it. Raises ValueError as `check_pixels`."""
+        self.check_pixels(images)
         return (images.to(self.mean) - self.mean) / self.std
 
     def pixels(self, drawn: Tensor) -> Tensor:
         """What the decoder draws, back in [0, 1]."""
         return (drawn.float() * self.std + self.mean).clamp(0, 1)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        self.model.save_pretrained(folder)
+        self.write_processor(Path(folder))
 
     def write_processor(self, folder: Path, **more: Any) -> None:
         mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
@@ -58,10 +65,12 @@ class LearnedTokenizer(ImageTokenizer):
 
 
 def normalisation(folder: Path, side: int) -> tuple[list[float], list[float], int]:
-    """(mean, std, side) of pictures in [0, 1], as the checkpoint's preprocessor has them; 0.5, 0.5, `side` if it says
-    none. A rescale_factor other than 1 / 255 is folded in: transformers' Chameleon multiplies 0..255 by .0078."""
+    """(mean, std, side) of pictures in [0, 1] from the checkpoint's preprocessor; 0.5, 0.5, `side` if it has none.
+
+    A rescale_factor other than 1 / 255 is folded in: transformers' Chameleon multiplies 0..255 by .0078.
+    """
     mean, std, scale = [0.5] * 3, [0.5] * 3, 1.0
-    # Published checkpoints have them in the first, those that transformers 5 writes in the second, which wins.
+    # Published checkpoints have the first file, those that transformers 5 writes the second, which wins.
     for name in ("preprocessor_config.json", "processor_config.json"):
         if (folder / name).is_file():
             found = read_json(folder / name)
@@ -74,40 +83,34 @@ def normalisation(folder: Path, side: int) -> tuple[list[float], list[float], in
 
 
 def picture_side(folder: Path, patch: int, side: int) -> int:
-    """Of a checkpoint that says its grid, what that is in pixels; else `side`."""
+    """The side in pixels of the grid that the checkpoint's card names; `side` if it names none."""
     grid = read_card(folder).get("grid")
     return grid[0] * patch if grid else side
 
 
-def tokenizer_weights(folder: Path, whole: bool) -> dict[str, Tensor]:
-    """Weights by the tokenizer's own names; of a `whole` language model only those under PREFIX. Empty if none."""
-    stored = read_tensors(folder, lambda name: not whole or PREFIX in name)
-    return {name.partition(PREFIX)[2] if whole else name: tensor.float() for name, tensor in stored.items()}
+def read_checkpoint(folder: Path, family: str, advice: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(config, weights by its own names) of a tokenizer: alone in the folder, or within a language model of `family`.
 
-
-def checkpoint_model(folder: Path, model_class: Any, family: str) -> Any:
-    """transformers' own tokenizer with the weights of a folder: alone, or within a language model of `family`.
-
-    Raises ValueError if there are no such weights, or they lack a key, or have one too many.
+    Raises ValueError, ending with `advice`, if there are no such weights.
     """
     config = read_config(folder)
     whole = config.get("model_type") == family
-    state = tokenizer_weights(folder, whole)
-    if not state:
-        raise ValueError(f"{folder} holds no weights of a picture tokenizer (safetensors with {PREFIX}...)")
-    sizes = config.get("vq_config") or {} if whole else config
-    return fill(new_model(model_class, sizes, folder / "config.json", "cpu"), state, folder, "picture tokenizer")
+    stored = read_tensors(folder, lambda name: not whole or PREFIX in name)
+    if not stored:
+        raise ValueError(f"{folder} holds no weights of a picture tokenizer (safetensors with {PREFIX}...){advice}")
+    weights = {name.partition(PREFIX)[2] if whole else name: tensor.float() for name, tensor in stored.items()}
+    return config.get("vq_config") or {} if whole else config, weights
 
 
-def fill(
-    model: Any, state: dict[str, Tensor], folder: Path, what: str, sizes: str = "of config.json", assign: bool = False
-) -> Any:
-    """The model with these weights. Raises ValueError naming what does not fit, in words with `what` and `sizes`."""
-    try:
-        missing, unknown = model.load_state_dict(state, strict=False, assign=assign)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{folder}: {what} does not have the sizes {sizes}: {reason}") from None
-    if missing or unknown:
-        raise ValueError(f"{folder}: {what} lacks {missing[:3]} and has unknown {unknown[:3]}")
+def checkpoint_model(folder: Path, model_class: Any, family: str) -> Any:
+    """transformers' own tokenizer from `read_checkpoint`. Raises ValueError also for weights that do not fit."""
+    sizes, state = read_checkpoint(folder, family)
+    return fill(new_model(model_class, sizes, folder / "config.json", "cpu"), state, folder)
+
+
+def fill(model: Any, state: dict[str, Tensor], folder: Path) -> Any:
+    """The model with these weights, taken over as they are. Raises ValueError naming those that do not fit."""
+    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    check_tensors(f"{folder}: the picture tokenizer's weights do not fit its config", state, wanted)
+    model.load_state_dict(state, assign=True)
     return model

@@ -11,8 +11,11 @@ from draftgrid.heads.tokenizers.base import ImageTokenizer
 from draftgrid.heads.tokenizers.chameleon import CHECKPOINT, ChameleonVQ
 from draftgrid.heads.tokenizers.emu3 import Emu3VQ
 from draftgrid.heads.tokenizers.janus import JanusVQ
+from draftgrid.heads.tokenizers.learned import LearnedTokenizer
 from draftgrid.heads.tokenizers.patch_vq import PatchVQ
 from draftgrid.heads.weights import read_config
+
+LEARNED: tuple[type[LearnedTokenizer], ...] = (Emu3VQ, ChameleonVQ, JanusVQ)
 
 
 def load_tokenizer(
@@ -33,25 +36,18 @@ def load_tokenizer(
         path = find_checkpoint(folder, revision, local_files_only, part="vqmodel.")
     if (path / "image_tokenizer").is_dir():
         path = path / "image_tokenizer"
-    kinds: dict[str, type[ImageTokenizer]] = {
-        "patch_vq": PatchVQ,
-        "emu3": Emu3VQ,
-        "chameleon": ChameleonVQ,
-        "janus": JanusVQ,
-    }
-    types = {t: name for name, kind in kinds.items() for t in getattr(kind, "model_types", ())}
-    model_type = read_config(path).get("model_type") if (path / "config.json").is_file() else None
-    if model_type in types:
-        kind = types[model_type]
-    elif path.is_file() or (path / CHECKPOINT).is_file():
-        kind = "chameleon"
-    else:
-        kind = read_json(path / "tokenizer_config.json").get("image_tokenizer")
+    if (path / "config.json").is_file():
+        model_type = read_config(path).get("model_type")
+        for learned in LEARNED:
+            if model_type in learned.model_types:
+                return learned.from_pretrained(path).to(device)
+    if path.is_file() or (path / CHECKPOINT).is_file():
+        return ChameleonVQ.from_pretrained(path).to(device)
+    where = f"{path}/tokenizer_config.json: image_tokenizer"
+    kind = read_json(path / "tokenizer_config.json").get("image_tokenizer")
     if isinstance(kind, str) and ":" in kind:
-        return find_named(kind, f"{path}/tokenizer_config.json: image_tokenizer").from_pretrained(path).to(device)
-    if kind not in kinds:
-        raise ValueError(
-            f"{path}/tokenizer_config.json: image_tokenizer is {kind!r}; "
-            f"known: {', '.join(kinds)}, or package.module:Class"
-        )
-    return kinds[kind].from_pretrained(path).to(device)
+        return find_named(kind, where).from_pretrained(path).to(device)
+    known: dict[str, type[ImageTokenizer]] = {"patch_vq": PatchVQ} | {kind.model_types[0]: kind for kind in LEARNED}
+    if kind not in known:
+        raise ValueError(f"{where} is {kind!r}; known: {', '.join(known)}, or package.module:Class")
+    return known[kind].from_pretrained(path).to(device)

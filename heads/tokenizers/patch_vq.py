@@ -4,6 +4,7 @@ Not a learned autoencoder: a code is the mean of the patches assigned to it, so 
 """
 
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors import SafetensorError
@@ -26,22 +27,18 @@ class PatchVQ(ImageTokenizer):
     def codebook(self) -> Tensor:
         return self._codebook
 
-    def to(self, device: str | torch.device) -> "PatchVQ":
+    def to(self, device: str | torch.device) -> Self:
         self._codebook = self._codebook.to(device)
         return self
 
     def _patches(self, images: Tensor) -> Tensor:
         from einops import rearrange  # here, for a machine that decodes with another tokenizer may lack it
 
-        if images.shape[-1] % self.patch or images.shape[-2] % self.patch:
-            raise ValueError(
-                f"picture of {tuple(images.shape[-2:])} pixels does not divide into {self.patch}x{self.patch}"
-            )
+        self.check_pixels(images)
         return rearrange(images, "b c (h p) (w q) -> b h w (c p q)", p=self.patch, q=self.patch)
 
     def encode(self, images: Tensor) -> Tensor:
-        patches = self._patches(images.to(self._codebook))
-        return nearest_code(patches.flatten(0, 2), self._codebook).view(patches.shape[:3])
+        return nearest_code(self._patches(images.to(self._codebook)), self._codebook)
 
     def decode(self, tokens: Tensor) -> Tensor:
         from einops import rearrange
@@ -51,14 +48,13 @@ class PatchVQ(ImageTokenizer):
 
     def save_pretrained(self, folder: str | Path) -> None:
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         with atomic(folder / "codebook.safetensors") as temporary:
             temporary.write_bytes(save({"codebook": self._codebook.contiguous()}))
         config = {"image_tokenizer": "patch_vq", "patch": self.patch, "image_size": self.image_size}
         write_json(folder / "tokenizer_config.json", config)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "PatchVQ":
+    def from_pretrained(cls, folder: str | Path) -> Self:
         """Raises ValueError if a file is missing or damaged."""
         folder = Path(folder)
         config = read_json(folder / "tokenizer_config.json")
@@ -95,6 +91,7 @@ class PatchVQ(ImageTokenizer):
 
 
 def nearest_code(vectors: Tensor, centres: Tensor, chunk: int = 65536) -> Tensor:
-    """(N, C), (K, C) -> (N,) index of the nearest centre; ties go to the lowest index."""
+    """(..., C), (K, C) -> (...,) index of the nearest centre; ties go to the lowest index."""
     norms = centres.square().sum(1)
-    return torch.cat([(norms - 2 * v @ centres.T).argmin(1) for v in vectors.split(chunk)])
+    found = [(norms - 2 * v @ centres.T).argmin(1) for v in vectors.flatten(0, -2).split(chunk)]
+    return torch.cat(found).view(vectors.shape[:-1])

@@ -4,6 +4,7 @@ The architecture is taming-transformers' (arXiv 2012.09841): residual blocks of 
 middle, halving by strided convolutions and doubling by nearest neighbours. No training code and no discriminator.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import torch
@@ -70,19 +71,17 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.proj_out = (nn.Conv2d(width, width, 1) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
+        from einops import rearrange  # here, for a machine that decodes with another tokenizer may lack it
+
         y = self.norm(x)
-        q, k, v = (part(y).flatten(2).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (rearrange(part(y), "b d h w -> b (h w) d") for part in (self.q, self.k, self.v))
         found = scaled_dot_product_attention(q, k, v)
-        return x + self.proj_out(found.transpose(1, 2).reshape(x.shape))
+        return x + self.proj_out(rearrange(found, "b (h w) d -> b d h w", h=x.shape[2]))
 
 
-class Middle(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.block_1, self.attn_1, self.block_2 = Block(width, width), Attention(width), Block(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block_2(self.attn_1(self.block_1(x)))
+def middle(width: int) -> nn.Sequential:
+    block_1, block_2 = Block(width, width), Block(width, width)
+    return nn.Sequential(OrderedDict(block_1=block_1, attn_1=Attention(width), block_2=block_2))
 
 
 class Resample(nn.Module):
@@ -128,7 +127,7 @@ class Encoder(nn.Module):
             Level(into, out, sizes.blocks, sizes.attends(i), "downsample" if i < last else "")
             for i, (into, out) in enumerate(zip([sizes.channels, *widths], widths, strict=False))
         )
-        self.mid, self.norm_out = Middle(widths[-1]), norm(widths[-1])
+        self.mid, self.norm_out = middle(widths[-1]), norm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], sizes.latent, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +144,7 @@ class PixelDecoder(nn.Module):
         super().__init__()
         widths = sizes.widths
         self.conv_in = nn.Conv2d(sizes.latent, widths[-1], 3, padding=1)
-        self.mid = Middle(widths[-1])
+        self.mid = middle(widths[-1])
         self.up = nn.ModuleList(  # numbered as the encoder's levels, and run from the last to the first
             Level(into, out, sizes.blocks + 1, sizes.attends(i), "upsample" if i else "")
             for i, (into, out) in enumerate(zip([*widths[1:], widths[-1]], widths, strict=True))
@@ -159,31 +158,26 @@ class PixelDecoder(nn.Module):
         return self.conv_out(silu(self.norm_out(x)))
 
 
-class Codebook(nn.Module):
-    def __init__(self, codes: int, size: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(codes, size)
-
-
 class VQGAN(nn.Module):
     """All of it; `pixels=False` leaves the decoder out."""
 
     def __init__(self, sizes: Sizes, pixels: bool = True) -> None:
         super().__init__()
         self.sizes = sizes
-        self.encoder, self.quantize = Encoder(sizes), Codebook(sizes.codes, sizes.code_size)
+        self.encoder = Encoder(sizes)
+        self.quantize = nn.ModuleDict({"embedding": nn.Embedding(sizes.codes, sizes.code_size)})
         self.quant_conv = nn.Conv2d(sizes.latent, sizes.code_size, 1)
         self.post_quant_conv = nn.Conv2d(sizes.code_size, sizes.latent, 1)
         self.decoder = PixelDecoder(sizes) if pixels else None
 
     def latents(self, x: Tensor) -> Tensor:
         """(B, 3, h, w) in [-1, 1] -> (B, H, W, code_size): what is compared with the codebook."""
-        return self.quant_conv(self.encoder(x)).permute(0, 2, 3, 1)
+        return self.quant_conv(self.encoder(x)).movedim(1, -1)
 
     def draw(self, codes: Tensor) -> Tensor:
         """(B, H, W) -> (B, 3, h, w), about [-1, 1]."""
         assert self.decoder is not None
-        return self.decoder(self.post_quant_conv(self.quantize.embedding(codes).permute(0, 3, 1, 2)))
+        return self.decoder(self.post_quant_conv(self.quantize["embedding"](codes).movedim(-1, 1)))
 
 
 def new_vqgan(sizes: Sizes, pixels: bool = True) -> VQGAN:

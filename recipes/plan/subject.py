@@ -8,11 +8,10 @@ from torch import nn
 
 from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.backbones.loading import adapter_class, find_checkpoint, read_card, shipped
-from draftgrid.heads.backbones.published import meta_model
 from draftgrid.heads.backbones.registry import families
 from draftgrid.heads.backbones.transformer import TransformerBackbone
 from draftgrid.heads.mtp import MTPHeads, TrainedOn, kind_of
-from draftgrid.heads.weights import read_config
+from draftgrid.heads.weights import meta_model, read_config
 from draftgrid.recipes.launch.schema import BackboneConfig, TrainConfig
 from draftgrid.recipes.plan.memory import Shape, Tensors
 from draftgrid.training.module import BackboneModule, HeadsModule
