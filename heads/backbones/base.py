@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from draftgrid.heads.backbones.graphs import Recorded
 from draftgrid.heads.backbones.registry import family_of
@@ -43,6 +42,12 @@ class DecodeState:
     """(B,) sequence slots kept after the prompt."""
     turn: int = 0
     """Which of the cache's pictures this is."""
+
+
+def padded(rows: Sequence[Tensor]) -> Tensor:
+    """(L, D) each -> (R, longest L, D), with zeros after a row's end."""
+    longest = max(map(len, rows))
+    return torch.stack([nn.functional.pad(row, (0, 0, 0, longest - len(row))) for row in rows])
 
 
 class ImageHead(nn.Module):
@@ -182,7 +187,7 @@ class Backbone(nn.Module, ABC):
         first = torch.zeros(B, 1, dtype=torch.long, device=tokens.device)
         picture = self._fed_embeds(tokens.flatten(1), first, self.grid.slots - 1, first)  # the last token is never fed
         rows = [torch.cat([self.embed_ids(i.to(self.device)).to(p), p]) for i, p in zip(ids, picture, strict=True)]
-        embeds = pad_sequence(rows, batch_first=True)
+        embeds = padded(rows)
         h = self.trunk(embeds, torch.arange(embeds.shape[1], device=self.device)[None], None, None).to(self.device)
         last = torch.tensor([[len(i) - 1] for i in ids], device=self.device)
         where = last + self.grid.image_slots().to(self.device)
@@ -242,8 +247,7 @@ class Backbone(nn.Module, ABC):
         rows: list[Prompt] = [*prompts, *(unconditional_prompts(prompts) if guidance != 1 else ())]
         ids = self.ids_of(rows)
         B, lengths = len(prompts), [len(i) for i in ids]
-        embeds = pad_sequence([self.embed_ids(i.to(self.device)) for i in ids], batch_first=True)
-        embeds = embeds.to(self.device, self.dtype)
+        embeds = padded([self.embed_ids(i.to(self.device)) for i in ids]).to(self.device, self.dtype)
         cache = self._new_cache(len(rows), max(lengths))
         positions = cache.aim([0] * len(rows), max(lengths), self.device)
         h = self.trunk(embeds, positions, cache.mask(positions, self.dtype), cache).to(self.device)
