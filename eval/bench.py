@@ -31,7 +31,7 @@ from draftgrid.eval.decoders import Sampling
 from draftgrid.eval.latency import LatencyConfig
 from draftgrid.eval.latency import run as run_latency
 from draftgrid.eval.measure import Plan, Run, accept_cost, batches, interpolate, measure, speedup, step_cost
-from draftgrid.eval.metrics.likelihood import bootstrap, surprise
+from draftgrid.eval.metrics.likelihood import bootstrap, likelihood
 from draftgrid.eval.setup import DecoderSpec, EvalConfig, Loaded, load, parse_decoders, spread
 from draftgrid.eval.suites import CALIBRATED, SHORT, SMOKE, every
 
@@ -180,7 +180,7 @@ def score(loaded: Loaded, run: Run, batch: int, bar: tqdm) -> tuple[list[float],
     tokens = run.tokens
     for numbers in batches(range(len(tokens)), batch):
         prompts = [loaded.prompts[i] for i in numbers]
-        n, e = surprise(loaded.backbone, tokens[list(numbers)], prompts, loaded.sampling)
+        n, e = likelihood(loaded.backbone, tokens[list(numbers)], prompts, loaded.sampling)
         nll, excess = nll + n.tolist(), excess + e.tolist()
         bar.update(len(numbers))
     return nll, excess
@@ -222,7 +222,7 @@ def row(
         "speedup_interval": interval,
         "speedup_allowed": ar_nfe / nfe_timed * cost[1] / interpolate(cost, forwarded / max(nfe_timed - 1, 1)),
         "nll": mean(scores[0]),
-        "excess_surprise": bootstrap(scores[1]),
+        "excess_nll": bootstrap(scores[1]),
         "acceptance": {name: good / all_ for name, (good, all_) in hits.items() if all_},
         "change_rate": changed[0] / changed[1] if changed[1] else None,
     }
@@ -241,7 +241,7 @@ def table(report: dict[str, Any]) -> str:
     """The rows as text, one line each."""
     rows = [["decoder", "", "steps", "s/image", "speed-up", "allowed", "NLL", "excess NLL (95 %)", "changed"]]
     for r in report["rows"]:
-        m, low, high = r["excess_surprise"]
+        m, low, high = r["excess_nll"]
         cells = [f"{r['nfe']:.1f}", f"{r['seconds_per_image']:.3f}"]
         cells += [f"{r['speedup']:.2f}x", f"{r['speedup_allowed']:.2f}x", f"{r['nll']:.2f}"]
         changed = "" if r["change_rate"] is None else f"{r['change_rate']:.1%}"
@@ -252,7 +252,7 @@ def table(report: dict[str, Any]) -> str:
     if draft := report["draft_row"]:
         lines.append(
             f"drafting a row, ms: {1000 * draft['seconds']:.2f}, {draft['share_of_forward']:.3f} of its forward "
-            f"({1000 * draft['seconds_in_loop']:.2f} right behind a forward)"
+            f"({1000 * draft['seconds_in_loop']:.2f} right after a forward)"
         )
     return "\n".join([*lines, f"machine: {report['machine']}"])
 

@@ -1,7 +1,7 @@
 """Pictures and real step counts while heads are trained: the same few validation prompts, drawn with the heads as they
 are. Acceptance on states tells how good a draft is; only decoding tells how many forwards a picture takes.
 
-Training goes on as if nothing had happened: the heads that draw are a private copy, and no random state is touched.
+Training continues as if nothing had happened: the heads that draw are a private copy, and no random state changes.
 """
 
 import time
@@ -118,7 +118,7 @@ class Preview(Callback):
         self.draw(trainer, module.backbone, heads, step)
 
     def draw(self, trainer: L.Trainer, backbone: Backbone, heads: MTPHeads | None, step: int) -> None:
-        """Rank 0 (`heads`) draws; the others meet it behind every batch, so that no wait gets longer than one."""
+        """Rank 0 (`heads`) draws; the others meet it after every batch, so that no wait gets longer than one."""
         found: dict[str, Drawn] = {}
         figures: dict[str, float] = {}
         for decoder in self.decoders:

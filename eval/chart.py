@@ -38,7 +38,7 @@ def speed_chart(rows: Sequence[dict[str, Any]], labels: Sequence[str], title: st
     axes.set_yscale("symlog", linthresh=0.1, linscale=1.0)
     axes.axhline(0, color="0.6", linewidth=0.8, zorder=0)
     for r in rows:
-        mean, low, high = r["excess_surprise"]
+        mean, low, high = r["excess_nll"]
         axes.errorbar(
             r["speedup"],
             mean,
@@ -63,12 +63,12 @@ def speed_chart(rows: Sequence[dict[str, Any]], labels: Sequence[str], title: st
     axes.grid(color="0.92", linewidth=0.6, zorder=0)
 
     figure.canvas.draw()  # only now the points' places are known
-    pixels = axes.transData.transform([(r["speedup"], r["excess_surprise"][0]) for r in rows])
+    pixels = axes.transData.transform([(r["speedup"], r["excess_nll"][0]) for r in rows])
     points = [(float(x), float(y)) for x, y in pixels * 72 / figure.dpi]
     for i, (dx, dy) in enumerate(places(points)):
         axes.annotate(
             str(i + 1),
-            (rows[i]["speedup"], rows[i]["excess_surprise"][0]),
+            (rows[i]["speedup"], rows[i]["excess_nll"][0]),
             (dx, dy),
             textcoords="offset points",
             ha="center",

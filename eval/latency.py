@@ -40,7 +40,7 @@ from draftgrid.heads.config import HeadsConfig
 from draftgrid.heads.mtp import new_heads
 
 PLACES, STEPS, WARM = 5, 30, 3
-"""AR is timed at so many lengths of the cache, over so many steps, behind so many untimed ones."""
+"""AR is timed at so many lengths of the cache, over so many steps, after so many untimed ones."""
 UNTIMED = 2
 """Pictures of a decoder before the clock runs: kernels are chosen in the first, graphs recorded in the second."""
 CAPTION = ["random"]
@@ -202,7 +202,7 @@ def resume(loaded: Loaded, tokens: Tensor, place: int) -> tuple[Canvas, Iterator
 
 
 def _fill(backbone: Backbone, state: DecodeState, tokens: Tensor) -> Tensor:
-    """Read tokens (1, N), some rows at a time -> h (G, 1, 1, D) behind the last."""
+    """Read tokens (1, N), some rows at a time -> h (G, 1, 1, D), the states after the last."""
     rows = 4 * backbone.grid.width
     for n in range(0, tokens.shape[1], rows):
         h = backbone.forward(state, tokens[:, n : n + rows], [n])

@@ -155,7 +155,7 @@ def step_cost(
 
     `lengths` are the L, in place of those that a chart needs and of `windows`. A drafted row is all an offset head
     costs in decoding: W cells through it, the final norm, LM head, the sampling pipeline and the draw; `seconds`
-    repeated alone, as the forwards are, and `seconds_in_loop` right behind a forward, which has emptied the caches.
+    repeated alone, as the forwards are, and `seconds_in_loop` right after a forward, which has emptied the caches.
     None without offset heads.
     """
     backbone, sampling = loaded.backbone, loaded.sampling

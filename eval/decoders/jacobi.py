@@ -29,9 +29,9 @@ SPARE = 32
 class SJD(Policy):
     """Feeds `window` tokens a forward: the newest final one and window - 1 drafts.
 
-    `initial` is how a position that enters the window gets its first token: uniform (drawn, and recorded as drawn),
-    onehot (drawn from the uniform, recorded as certain), left (the newest token to the left) or above (the token in the
-    row above; in row 0, left), both recorded as certain.
+    `initial` is how a position that enters the window gets its first token: uniform (drawn from the uniform
+    distribution), onehot (the same, but with a one-hot proposal), left (the newest token to the left) or above (the
+    token in the row above; in row 0, left), both with a one-hot proposal.
     """
 
     name = "sjd"
@@ -49,7 +49,7 @@ class SJD(Policy):
         if self.proposal is None:  # the first forward tests nothing
             self.proposal, self.fresh = torch.zeros_like(p), [0] * B
         self.p, y = p, canvas.window(n, S)
-        # Behind the drafts stands one position without a draft: its proposal is zero, so its residual is p itself.
+        # After the drafts comes one position without a draft: its proposal is zero, so its residual is p itself.
         inside = [min(d + 1, canvas.grid.positions - m) for d, m in zip(a, n, strict=True)]
         columns = torch.arange(S, device=p.device)
         limits = torch.tensor([a, inside], device=p.device)[..., None]
@@ -151,7 +151,7 @@ class SCD(SJD):
     def first_token(self, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
         if self.coupling == "maximal":
             return super().first_token(canvas, q, rows, start)
-        return born_of_noise(self.noise, canvas, q, rows, start)
+        return drawn_by_noise(self.noise, canvas, q, rows, start)
 
 
 class GumbelFixedPoint(SJD):
@@ -177,7 +177,7 @@ class GumbelFixedPoint(SJD):
         return self.taken
 
     def first_token(self, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
-        return born_of_noise(self.noise, canvas, q, rows, start)
+        return drawn_by_noise(self.noise, canvas, q, rows, start)
 
 
 def gumbel_noise(canvas: Canvas) -> Sliding:
@@ -192,7 +192,7 @@ def gumbel_noise(canvas: Canvas) -> Sliding:
     return Sliding(make, spare=SPARE, end=canvas.grid.positions)
 
 
-def born_of_noise(noise: Sliding, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
+def drawn_by_noise(noise: Sliding, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
     """Tokens (R, K) ~ q (R, K, V) by the noise of the positions from `start` on, which are in the coming window."""
     (held,) = noise.take(canvas.committed, max(canvas.ahead) + 1)
     column = start - canvas.committed[rows.start]

@@ -13,8 +13,10 @@ from draftgrid.heads.offsets import OffsetHeads
 
 
 class MTP1D(SJD):
-    """Up to `length` drafts by the right heads from the newest committed cell, never across a row end; all made anew
-    each step, whatever was left of the last ones."""
+    """Up to `length` drafts by the right heads from the newest committed cell, never across a row end.
+
+    Every step drafts from scratch; what is left of the last drafts is dropped.
+    """
 
     name = "mtp1d"
     drafts_with = ("offsets",)

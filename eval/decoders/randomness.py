@@ -8,7 +8,7 @@ drawn once for all visits: that is what couples them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ class SeededSource:
         """(B, K) uint64: the hash of everything but the place in the vocabulary."""
         visit = 0 if where.purpose == "gumbel" else where.visit
         turn = visit * 8 + PURPOSES[where.purpose]
-        keys = [_mix_int(_mix_int(_mix_int(self.seed) ^ s * GOLDEN) ^ turn * GOLDEN) for s in where.sample]
+        keys = [_mix(_mix(_mix(self.seed) ^ s * GOLDEN) ^ turn * GOLDEN) for s in where.sample]
         position = np.asarray(where.position, np.int64).view(np.uint64) * np.uint64(GOLDEN)
         return _mix(np.array(keys, np.uint64)[:, None] ^ position)
 
@@ -85,9 +85,9 @@ class SeededSource:
         """Inverse of the cumulative sum: the first index whose cumulative weight exceeds u times the total.
 
         Cumulated in fp64, where a u of 40 bits times the total stays below the total: the index always has weight. A
-        large vocabulary is cut into blocks: one pass sums them, and only the block that is hit is cumulated.
+        large vocabulary is cut into N blocks of S: one pass sums them, and only the block that is hit is cumulated.
         """
-        u = self._numbers(where, weights.device)[..., None]
+        u = self._numbers(where, weights.device)[..., None]  # (B, K, 1), as all targets and found indices are
         V = weights.shape[-1]
         if weights.stride(-1) == 0:  # one number expanded: all alike
             return (u[..., 0] * V).long()
@@ -95,23 +95,23 @@ class SeededSource:
             cumulative = weights.cumsum(-1, dtype=torch.float64)
             return _first_above(cumulative, u * cumulative[..., -1:]).squeeze(-1)
         size = block_size(V)
-        blocks = weights.unflatten(-1, (V // size, size))
-        cumulative = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+        blocks = weights.unflatten(-1, (V // size, size))  # (B, K, N, S)
+        cumulative = blocks.sum(-1).cumsum(-1, dtype=torch.float64)  # (B, K, N)
         target = u * cumulative[..., -1:]
         block = _first_above(cumulative, target)
         upper = cumulative.gather(-1, block)
         before = torch.where(block > 0, cumulative.gather(-1, (block - 1).clamp_(min=0)), 0.0)
         share = ((target - before) / (upper - before)).clamp_(max=1 - 2.0**-40)
-        inside = blocks.gather(-2, block[..., None].expand(*block.shape, size)).squeeze(-2)
+        inside = blocks.gather(-2, block[..., None].expand(*block.shape, size)).squeeze(-2)  # (B, K, S)
         cumulative = inside.cumsum(-1, dtype=torch.float64)
         return (block * size + _first_above(cumulative, share * cumulative[..., -1:])).squeeze(-1)
 
     def gumbel(self, like: Tensor, where: Where) -> Tensor:
-        key = torch.from_numpy(self.keys(where.to("gumbel")).view(np.int64)).to(like.device)
+        key = torch.from_numpy(self.keys(where.to("gumbel")).view(np.int64)).to(like.device)  # (B, K)
         V = like.shape[-1]
         if self._places is None or self._places.shape[0] != V or self._places.device != key.device:
             self._places = torch.arange(V, device=key.device) * _signed(GOLDEN)
-        x = _mix_torch(key[..., None] ^ self._places)
+        x = _mix_torch(key[..., None] ^ self._places)  # (B, K, V)
         # exp(g) = 1 / E with E ~ Exp(1) = -log u. u is half a step above a multiple of 2^-bits: never 0 and never 1.
         bits = 52 if like.dtype == torch.float64 else 23
         u = (x >> (64 - bits)).to(like.dtype).add_(2.0 ** (bits - 1) + 0.5).mul_(2.0**-bits)
@@ -128,19 +128,12 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)
 
 
-def _mix_int(x: int) -> int:
-    """splitmix64's finalizer on the low 64 bits of a Python integer: a sample's key is one number."""
-    x &= MASK
+def _mix(x: Any) -> Any:
+    """splitmix64's finalizer on the low 64 bits of a Python integer, or on each number of an array of uint64."""
+    x = x & MASK
     x = (x ^ x >> 30) * MIX[0] & MASK
     x = (x ^ x >> 27) * MIX[1] & MASK
     return x ^ x >> 31
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The same on an array of uint64, whose products wrap: a window's positions are many."""
-    x = (x ^ x >> np.uint64(30)) * np.uint64(MIX[0])
-    x = (x ^ x >> np.uint64(27)) * np.uint64(MIX[1])
-    return x ^ x >> np.uint64(31)
 
 
 def _mix_torch(x: Tensor) -> Tensor:

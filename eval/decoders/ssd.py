@@ -33,7 +33,7 @@ class Segment:
 
 
 class SSD(Policy):
-    """A block is one token drawn from p and drafts behind it: up to `right` cells in row 0, then `rows` rows at a time.
+    """A block is a token drawn from p and drafts after it: up to `right` cells in row 0, then `rows` rows at a time.
 
     A block costs 1 + `rounds` forwards: (ceil(W / (right + 1)) + ceil((H - 1) / rows)) * (1 + rounds) in all, prefill
     counted. The one beyond its rounds reads the finished block once more for its keys, values and states, and yields
@@ -147,7 +147,7 @@ class SSD(Policy):
             self.parts.append(Segment(runs[1:], self.end, self.rounds + self.staged))
 
     def _plan(self, canvas: Canvas, start: int) -> list[Run]:
-        """The drafts behind the first token of the block at `start`."""
+        """The drafts after the first token of the block at `start`."""
         W, first = canvas.grid.width, start + 1
         y, x = start // W, start % W
         if y == 0 or not self.down:
