@@ -8,7 +8,7 @@ draftgrid bench backbone=random:emu3        (latency alone: random weights at fu
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -27,10 +27,10 @@ from draftgrid.common.table import table as columns_of
 from draftgrid.eval.calibrate import calibrate, windowed
 from draftgrid.eval.calibrate import table as calibrate_table
 from draftgrid.eval.chart import speed_chart
-from draftgrid.eval.decoders import Sampling
+from draftgrid.eval.decoders import Sampling, Stats
 from draftgrid.eval.latency import LatencyConfig
 from draftgrid.eval.latency import run as run_latency
-from draftgrid.eval.measure import Plan, Run, accept_cost, batches, interpolate, measure, speedup, step_cost
+from draftgrid.eval.measure import Plan, Run, accept_cost, batches, interpolate, lengths_on, measure, speedup, step_cost
 from draftgrid.eval.metrics.likelihood import bootstrap, likelihood
 from draftgrid.eval.setup import DecoderSpec, EvalConfig, Loaded, load, parse_decoders, spread
 from draftgrid.eval.suites import CALIBRATED, SHORT, SMOKE, every
@@ -93,9 +93,9 @@ def resolve(config: BenchConfig) -> tuple[list[DecoderSpec], list[Sampling], Pla
     if config.calibrate:
         decoders = windowed(decoders)
     else:
-        decoders = [*(d for d in decoders if d.name == "ar"), *(d for d in decoders if d.name != "ar")]
-        if decoders[0].name != "ar":
-            decoders = [DecoderSpec("ar"), *decoders]
+        if not any(d.name == "ar" for d in decoders):
+            decoders.append(DecoderSpec("ar"))
+        decoders.sort(key=lambda d: d.name != "ar")
     guidances = list(config.guidances)
     if not guidances:
         guidances = [config.guidance] if config.guidance != 1 or not suite.guidances else list(suite.guidances)
@@ -131,18 +131,13 @@ def bench(
         scores = [score(loaded, run, plan.quality_batch, bar) for run in runs]
     grid, sampling = loaded.backbone.grid, loaded.sampling
     windows = [d.settings["window"] for d in decoders if "window" in d.settings]
-    cost, draft = step_cost(loaded, plan.batch_size, windows, repeats=15 if plan.warm_up else 3)
+    cost, draft = step_cost(loaded, lengths_on(grid, windows), plan.batch_size, repeats=15 if plan.warm_up else 3)
     report: dict[str, Any] = {
         "backbone": {"name": loaded.backbone.name, "fingerprint": loaded.backbone.fingerprint},
         "heads": heads,
         "grid": [grid.height, grid.width],
         "machine": f"{machine()}, {torch.get_num_threads()} threads",
-        "sampling": {
-            "guidance": sampling.guidance,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-        },
+        "sampling": asdict(sampling),
         "compiled": loaded.backbone.compiled,
         "seed": plan.seed,
         "batch_size": plan.batch_size,
@@ -175,31 +170,24 @@ def progress(decoders: Sequence[DecoderSpec], images: int, plan: Plan, turns: in
 
 def score(loaded: Loaded, run: Run, batch: int, bar: tqdm) -> tuple[list[float], list[float]]:
     """Negative log-likelihood and excess NLL of every picture, nats a token."""
-    nll: list[float] = []
-    excess: list[float] = []
+    parts = []
     tokens = run.tokens
     for numbers in batches(range(len(tokens)), batch):
         prompts = [loaded.prompts[i] for i in numbers]
-        n, e = likelihood(loaded.backbone, tokens[list(numbers)], prompts, loaded.sampling)
-        nll, excess = nll + n.tolist(), excess + e.tolist()
+        parts.append(torch.stack(likelihood(loaded.backbone, tokens[list(numbers)], prompts, loaded.sampling)))
         bar.update(len(numbers))
+    nll, excess = torch.cat(parts, 1).tolist()
     return nll, excess
 
 
 def row(
     run: Run, ar: Run, scores: tuple[list[float], list[float]], loaded: Loaded, cost: dict[int, float]
 ) -> dict[str, Any]:
-    stats = [part.result.stats for part in run.parts]
+    total = Stats.total([part.result.stats for part in run.parts])
     clocked = [part.result.stats for part in run.passes[-1]]
     images = sum(len(part.numbers) for part in run.passes[-1])
     nfe_timed = mean(s.nfe for s in clocked)
     forwarded = mean(s.tokens_forwarded for s in clocked)
-    hits: dict[str, list[int]] = {}
-    for s in stats:
-        for name, (good, all_) in s.drafted.items():
-            entry = hits.setdefault(name, [0, 0])
-            entry[0], entry[1] = entry[0] + good, entry[1] + all_
-    changed = [sum(s.changed[k] for s in stats) for k in (0, 1)]
     seconds = {name: run.phase(name) / images for name in ("seconds_draft", "seconds_forward", "seconds_verify")}
     ar_nfe = mean(part.result.stats.nfe for part in ar.passes[-1])
     steps = bootstrap(run.steps)
@@ -223,8 +211,8 @@ def row(
         "speedup_allowed": ar_nfe / nfe_timed * cost[1] / interpolate(cost, forwarded / max(nfe_timed - 1, 1)),
         "nll": mean(scores[0]),
         "excess_nll": bootstrap(scores[1]),
-        "acceptance": {name: good / all_ for name, (good, all_) in hits.items() if all_},
-        "change_rate": changed[0] / changed[1] if changed[1] else None,
+        "acceptance": total.acceptance,
+        "change_rate": total.change_rate,
     }
 
 
@@ -274,7 +262,6 @@ def run(config: BenchConfig) -> None:
     decoders, samplings, plan = resolve(config)
     need("matplotlib", use="speed.png")
     loaded = load(config, decoders)
-    images = len(loaded.prompts)
     jobs = [
         (replace(loaded, sampling=s), Path(config.out) / (f"guidance{s.guidance:g}" if len(samplings) > 1 else ""))
         for s in samplings
@@ -284,15 +271,11 @@ def run(config: BenchConfig) -> None:
             print(calibrate_table(calibrate(one, decoders, out, plan)))
             print(out / "calibrate.json")
         return
-    reports = []
-    with progress(decoders, images, plan, len(jobs)) as bar:
+    with progress(decoders, len(loaded.prompts), plan, len(jobs)) as bar:
         for one, out in jobs:
-            reports.append(bench(one, decoders, out, plan, heads=loaded.place, columns=config.columns, bar=bar))
-    for (one, out), report in zip(jobs, reports, strict=True):
-        if len(jobs) > 1:
-            print(f"guidance {one.sampling.guidance:g}")
-        print(table(report))
-        print(f"{out}/bench.json, {out}/sheet.png, {out}/speed.png")
+            report = bench(one, decoders, out, plan, heads=loaded.place, columns=config.columns, bar=bar)
+            title = f"guidance {one.sampling.guidance:g}\n" if len(jobs) > 1 else ""
+            bar.write(f"{title}{table(report)}\n{out}/bench.json, {out}/sheet.png, {out}/speed.png")
     if config.suite == "all" and not config.smoke:
         cost = accept_cost(loaded.backbone.device)
         write_json(Path(config.out) / "accept_step.json", cost)
@@ -304,18 +287,9 @@ def latency(config: BenchConfig) -> None:
     for name, default in vars(BenchConfig()).items():
         if name not in LATENCY and (value := getattr(config, name)) != default:
             raise ValueError(f"{name} is {value!r}; with backbone={config.backbone} only latency is measured")
-    run_latency(
-        LatencyConfig(
-            config.backbone.removeprefix(PREFIX),
-            config.layers,
-            config.grid,
-            config.decoders or LatencyConfig.decoders,
-            config.repeats,
-            device=config.device,
-            out=config.out,
-            smoke=config.smoke,
-        )
-    )
+    same = {name: getattr(config, name) for name in ("layers", "grid", "repeats", "device", "out", "smoke")}
+    decoders = config.decoders or LatencyConfig.decoders
+    run_latency(LatencyConfig(backbones=config.backbone.removeprefix(PREFIX), decoders=decoders, **same))
 
 
 command = partial(main, run, BenchConfig, __doc__)

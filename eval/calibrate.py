@@ -4,6 +4,7 @@ The window is a setting of the decoder and part of what a seed means, so nothing
 """
 
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -12,8 +13,9 @@ from tqdm import tqdm
 
 from draftgrid.common.files import write_json
 from draftgrid.common.table import table as columns_of
+from draftgrid.eval.decoders import DECODERS
 from draftgrid.eval.measure import Plan, Run, measure
-from draftgrid.eval.setup import DecoderSpec, Loaded, has_setting
+from draftgrid.eval.setup import DecoderSpec, Loaded
 
 WINDOWS = (4, 8, 12, 16, 24, 32, 48, 64)
 
@@ -22,8 +24,8 @@ def windowed(decoders: Sequence[DecoderSpec]) -> list[DecoderSpec]:
     """Those that have a window, each once and without it. Raises ValueError if none has one."""
     found: dict[str, DecoderSpec] = {}
     for d in decoders:
-        if has_setting(d, "window"):
-            bare = DecoderSpec(d.name, {k: v for k, v in d.settings.items() if k != "window"}, d.drafts)
+        if "window" in signature(DECODERS[d.name]).parameters:
+            bare = DecoderSpec(d.name, {k: v for k, v in d.settings.items() if k != "window"})
             found.setdefault(bare.text, bare)
     if not found:
         names = ", ".join(d.text for d in decoders)
@@ -39,7 +41,7 @@ def calibrate(
     Writes calibrate.json into `out` and returns what it holds.
     """
     fitting = [w for w in windows if w <= loaded.backbone.grid.positions]
-    sweep = {d.text: [DecoderSpec(d.name, {**d.settings, "window": w}, d.drafts) for w in fitting] for d in decoders}
+    sweep = {d.text: [DecoderSpec(d.name, {**d.settings, "window": w}) for w in fitting] for d in decoders}
     every = [d for variants in sweep.values() for d in variants]
     with tqdm(total=len(every) * plan.pictures(len(loaded.prompts)), desc="calibrate", unit="img") as bar:
         runs = iter(measure(loaded, every, plan, bar))
@@ -58,8 +60,7 @@ def _row(run: Run) -> dict[str, Any]:
     names = ("seconds_forward", "seconds_verify", "seconds_draft")
     forward, verify, draft = (run.phase(name) / forwards for name in names)
     whole = median(run.seconds().sum(1)) / forwards
-    calls = [len(part.numbers) for part in run.passes[0]]
-    together = sum(calls) / len(calls)
+    together = mean(len(part.numbers) for part in run.passes[0])
     steps = mean(run.steps)
     return {
         "window": run.decoder.settings["window"],

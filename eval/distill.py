@@ -7,6 +7,7 @@ torchrun process r of n draws blocks r, r + n, ...
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,12 @@ def distill(
     """
     check_exact(decoder)
     rank, world, _ = processes()
-    prompts, sampling = loaded.prompts, loaded.sampling
+    prompts = loaded.prompts
     settings = {
         "backbone": loaded.backbone.fingerprint,
         "decoder": decoder.text,
         "heads": {kind: _digest(heads) for kind, heads in loaded.heads.items()},
-        "guidance": sampling.guidance,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
+        **asdict(loaded.sampling),
         "seed": seed,
     }
     plan: dict[str, Any] = settings | {

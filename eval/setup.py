@@ -1,8 +1,7 @@
 """What `eval.generate` and `eval.bench` share: their keys, and loading backbone, heads and tokenizer from them."""
 
-import inspect
-import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,7 @@ class DecoderSpec:
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
-    drafts: str = ""
-    """The kind of heads it was told to draft with; '' = the first it prefers of those that are loaded."""
+    """The policy's own, and `drafts`: the kind of heads it is told to draft with, not the first it finds loaded."""
 
     def make(self) -> Policy:
         """A fresh one: a policy draws one batch."""
@@ -64,7 +62,7 @@ class DecoderSpec:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of heads it may get, best first; empty = it uses none."""
-        return (self.drafts,) if self.drafts else DECODERS[self.name].drafts_with
+        return (self.settings["drafts"],) if "drafts" in self.settings else DECODERS[self.name].drafts_with
 
     @property
     def text(self) -> str:
@@ -214,27 +212,22 @@ def parse_decoder(text: str) -> DecoderSpec:
         setting, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"decoder {text!r}: {part!r} is not setting=value, as in ssd:rounds=2")
-        settings[setting] = int(value) if re.fullmatch(r"-?\d+", value) else _number(value)
-    drafts = str(settings.get("drafts", ""))
-    decoder = DecoderSpec(name, settings, drafts)
+        settings[setting] = _value(value)
+    decoder = DecoderSpec(name, settings)
     kinds = decoder.make().drafts_with
-    if "drafts" in settings and drafts not in kinds:
+    if "drafts" in settings and settings["drafts"] not in kinds:
         uses = f"{name} drafts with {' or '.join(kinds)} heads" if kinds else f"{name} drafts without heads"
-        raise ValueError(f"decoder {text!r}: drafts is {drafts!r}, but {uses}")
+        raise ValueError(f"decoder {text!r}: drafts is {settings['drafts']!r}, but {uses}")
     return decoder
 
 
-def _number(value: str) -> float | str:
-    try:
-        return float(value)
-    except ValueError:
-        return value
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def parse_decoders(text: str) -> list[DecoderSpec]:
     """A comma-separated list of decoders."""
     return [parse_decoder(part) for part in text.split(",")]
-
-
-def has_setting(decoder: DecoderSpec, setting: str) -> bool:
-    return setting in inspect.signature(DECODERS[decoder.name]).parameters

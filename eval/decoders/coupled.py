@@ -9,17 +9,17 @@ long as w looks only to the left; a position is only ever committed by p itself.
 import torch
 from torch import Tensor
 
-from draftgrid.common.settings import number, one_of, whole
+from draftgrid.common.settings import number, whole
 from draftgrid.eval.decoders.drafters import ChainDrafter, Drafter, OffsetDrafter
 from draftgrid.eval.decoders.engine import Canvas, in_step
-from draftgrid.eval.decoders.jacobi import COUPLINGS, SJD, gumbel_noise
+from draftgrid.eval.decoders.jacobi import SCD
 from draftgrid.eval.decoders.kernels import gumbel_argmax, keep, redraw
 from draftgrid.eval.decoders.randomness import Where
 from draftgrid.heads.chain import ChainHeads
 from draftgrid.heads.offsets import OffsetHeads
 
 
-class CoupledSSD(SJD):
+class CoupledSSD(SCD):
     """Feeds `window` tokens a forward, all but one of them drafts.
 
     The weight of q is `refresh` right of a token that has changed since p was computed, and `decay` times as much with
@@ -43,26 +43,24 @@ class CoupledSSD(SJD):
         uniform: float = 0.0,
         sweeps: int = 2,
     ) -> None:
-        super().__init__(window)
-        self.coupling = one_of("coupling", coupling, COUPLINGS)
+        super().__init__(window, coupling=coupling)
         self.refresh, self.decay = number("refresh", refresh, 0, 1), number("decay", decay, 0, 1)
         self.uniform, self.sweeps = number("uniform", uniform, 0, 1), whole("sweeps", sweeps, 0)
         self.initial = "heads"
 
     def begin(self, canvas: Canvas) -> None:
+        super().begin(canvas)
         if isinstance(canvas.heads, ChainHeads):
             self.drafter: Drafter = ChainDrafter(canvas, canvas.heads)
         else:
             assert isinstance(canvas.heads, OffsetHeads)
             self.drafter = OffsetDrafter(canvas, canvas.heads)
-        self.noise = gumbel_noise(canvas)
         self.columns = torch.arange(self.window, device=canvas.tokens.device)  # (window,), as the weights of q are
         weights = [self.refresh * self.decay**k for k in range(self.window)]
         self.weights = torch.tensor(weights, device=self.columns.device)
 
     def move(self, canvas: Canvas, y: Tensor, kept: Tensor, beyond: Tensor, inside: Tensor) -> Tensor:
         """Take the residual where the run ends. Right of it nothing moves yet: `draft` does that."""
-        assert self.proposal is not None
         where = canvas.where(self.n, y.shape[1])
         weights = (self.p - self.proposal).clamp_min_(0)  # (B, S, V)
         return redraw(y, beyond != 0, weights, canvas.source, where, inside)[0]
@@ -79,7 +77,6 @@ class CoupledSSD(SJD):
         old, self.proposal = self.proposal, self.p.new_zeros(len(n), A + 1, self.p.shape[-1])
         if not A:
             return
-        assert old is not None
         self._shift(canvas, old, A)
         for low in range(0, A, self.drafter.reach):
             high = min(low + self.drafter.reach, A)
@@ -131,7 +128,6 @@ class CoupledSSD(SJD):
 
     def _move(self, canvas: Canvas, here: slice) -> None:
         """Move the K carried columns `here` to r = (1 - w) p + w q by the coupling."""
-        assert self.proposal is not None
         q = self._q(here)
         r = torch.lerp(self.target[:, here], q, self._weights(here).to(q))  # (B, K, V)
         if self.coupling == "gumbel":
@@ -145,7 +141,6 @@ class CoupledSSD(SJD):
 
     def _enter(self, canvas: Canvas, here: slice) -> None:
         """Draw initial tokens of the K columns `here` from q; samples that carry one of them keep its token."""
-        assert self.proposal is not None
         after = slice(here.start + 2, here.stop + 2)
         r = self._q(here)
         if self.uniform:

@@ -63,7 +63,6 @@ class ChainDrafter(Drafter):
     ) -> tuple[Tensor, Tensor]:
         """What the tables add the left token's part to: (B, K, G, V + D), or (B, K, G, D), and (B, K, G, 2 r)."""
         canvas = self.canvas
-        assert canvas.hidden is not None
         T = canvas.grid.positions
         if len(set(first)) == 1 and first[0] + count <= T:
             index, inside = (x[first[0] : first[0] + count] for x in self.around)  # (K, N)
@@ -82,7 +81,6 @@ class ChainDrafter(Drafter):
     def _near(self, first: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
         """The same for the first positions after the committed ones, which read the newest committed cell too."""
         canvas, W = self.canvas, self.canvas.grid.width
-        assert canvas.hidden is not None
         newest = torch.tensor(first, device=canvas.tokens.device) - 1  # (B,)
         distance = torch.arange(1, count + 1, device=newest.device)
         distance = distance * (newest[:, None] % W + distance < W)  # (B, K), never across a row's end
@@ -130,7 +128,6 @@ class OffsetDrafter(Drafter):
         self.reach = canvas.grid.width
 
     def open(self, canvas: Canvas, first: Sequence[int], count: int) -> None:
-        assert canvas.hidden is not None
         V = canvas.backbone.image_vocab_size
         dtype = at_least_fp32(canvas.hidden[:0]).dtype
         self.mean = canvas.hidden.new_full((len(first), count, V), 1 / V, dtype=dtype)  # (B, count, V)

@@ -49,6 +49,17 @@ class Stats:
     changed: list[int] = field(default_factory=lambda: [0, 0])
     """[tokens changed in their last round before being committed, tokens committed after a round]."""
 
+    @staticmethod
+    def total(parts: Sequence["Stats"]) -> "Stats":
+        """What became of the drafts and tokens of several batches."""
+        total = Stats()
+        for part in parts:
+            for name, pair in part.drafted.items():
+                before = total.drafted.get(name, [0, 0])
+                total.drafted[name] = [a + b for a, b in zip(before, pair, strict=True)]
+            total.changed = [a + b for a, b in zip(total.changed, part.changed, strict=True)]
+        return total
+
     @property
     def acceptance(self) -> dict[str, float]:
         return {name: hits / tests for name, (hits, tests) in self.drafted.items() if tests}
@@ -123,6 +134,17 @@ def in_step(*numbers: Sequence[int]) -> Iterator[tuple[slice, tuple[int, ...]]]:
         yield from ((slice(b, b + 1), n) for b, n in enumerate(each))
 
 
+def windows(x: Tensor, first: Sequence[int], count: int) -> Tensor:
+    """x (B, N, ...) -> (B, count, ...): the entries from first[b] on; 0 after the end."""
+    if len(set(first)) == 1 and first[0] + count <= x.shape[1]:
+        return x[:, first[0] : first[0] + count]
+    found = x.new_zeros(len(first), count, *x.shape[2:])
+    for rows, (f,) in in_step(first):
+        inside = x[rows, f : f + count]
+        found[rows, : inside.shape[1]] = inside
+    return found
+
+
 class Sliding:
     """Tensors with one entry a position of the window, made when a position enters and then moved along with it.
 
@@ -154,9 +176,7 @@ class Sliding:
             self.first, self.lasting = first, count + spare if lasting is None else min(count, lasting)
             return tuple(x[:, :count] for x in self.held)
         skip = [f - o for o, f in zip(old, first, strict=True)]
-        if len(set(skip)) == 1:
-            return tuple(x[:, skip[0] : skip[0] + count] for x in self.held)
-        return tuple(torch.stack([x[b, s : s + count] for b, s in enumerate(skip)]) for x in self.held)
+        return tuple(windows(x, skip, count) for x in self.held)
 
     def _move(self, old: list[int], first: list[int], size: int, reuse: list[int]) -> None:
         reuse = [min(size, r) for r in reuse]
@@ -194,8 +214,8 @@ class Canvas:
         """(B,) tokens the backbone's cache holds in their final form; the next forward feeds on from here."""
         self.ahead = [0] * B
         """(B,) drafted tokens after the committed ones that the next forward feeds."""
-        self.hidden: Tensor | None = None
-        """(G, B, T, D) newest state of every position, as the heads read it; kept only for heads."""
+        self.hidden = torch.empty(0)
+        """(G, B, T, D) newest state of every position, as the heads read it; empty without heads."""
         self.known = [0] * B
         """(B,) positions whose state some forward has computed."""
         self.visit = 0
@@ -218,18 +238,11 @@ class Canvas:
 
     def window(self, first: Sequence[int], count: int) -> Tensor:
         """(B, count) tokens from first[b] on; 0 after the end."""
-        T = self.grid.positions
-        if len(set(first)) == 1 and first[0] + count <= T:
-            return self.tokens[:, first[0] : first[0] + count]
-        found = self.tokens.new_zeros(len(first), count)
-        for rows, (f,) in in_step(first):
-            inside = self.tokens[rows, f : f + count]
-            found[rows, : inside.shape[1]] = inside
-        return found
+        return windows(self.tokens, first, count)
 
     def predict(self, offset: Offset, start: int, end: int, rows: slice = slice(None)) -> Tensor:
         """States the heads predict for positions start .. end - 1 from the cells `offset` before them: (G, B, K, D)."""
-        assert self.heads is not None and self.hidden is not None
+        assert self.heads is not None
         back = offset[0] * self.grid.width + offset[1]
         source = slice(start - back, end - back)
         return self.heads(self.hidden[:, rows, source], self.backbone.embed(self.tokens[rows, source]), offset)
@@ -238,7 +251,7 @@ class Canvas:
         """Keep the states h (G, B, L, D) of the positions first[b] + 1 on, as far as they belong to the sample."""
         assert self.heads is not None
         h = self.heads.states(self.backbone, h)
-        if self.hidden is None:
+        if not self.hidden.numel():
             self.hidden = h.new_zeros(h.shape[0], *self.tokens.shape, h.shape[-1])
         ends = [min(n + a, self.grid.positions - 1) + 1 for n, a in zip(self.committed, self.ahead, strict=True)]
         for rows, (f, end) in in_step(first, ends):
@@ -340,7 +353,9 @@ def steps(canvas: Canvas, policy: Policy, state: DecodeState, h: Tensor) -> Iter
             canvas.remember(h, first)
         with stats.clock("seconds_verify", device):
             canvas.visit = 2 * step
-            policy.verify(canvas, canvas.sampling.probabilities(backbone.logits(_targets(canvas, h, first))))
+            skip = [n - f - 1 for n, f in zip(canvas.committed, first, strict=True)]
+            h = windows(h.movedim(0, 2), skip, max(canvas.ahead) + 1).movedim(2, 0)  # (G, B, S, D)
+            policy.verify(canvas, canvas.sampling.probabilities(backbone.logits(h)))
         with stats.clock("seconds_draft", device):
             canvas.visit += 1
             policy.draft(canvas)
@@ -357,15 +372,3 @@ def steps(canvas: Canvas, policy: Policy, state: DecodeState, h: Tensor) -> Iter
             backbone.rollback(state, first)
             h = backbone.forward(state, canvas.window(first, length), first)
         stats.tokens_forwarded += length
-
-
-def _targets(canvas: Canvas, h: Tensor, first: Sequence[int]) -> Tensor:
-    """States (G, B, L, D) of positions first + 1 ... -> those from `committed` on, (G, B, S, D)."""
-    skip = [n - f - 1 for n, f in zip(canvas.committed, first, strict=True)]
-    if len(set(skip)) == 1:
-        return h[:, :, skip[0] :]
-    found = h.new_zeros(h.shape[0], h.shape[1], max(canvas.ahead) + 1, h.shape[3])
-    for rows, (at,) in in_step(skip):
-        mine = h[:, rows, at : at + found.shape[2]]
-        found[:, rows, : mine.shape[2]] = mine
-    return found

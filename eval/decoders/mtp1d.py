@@ -41,7 +41,7 @@ class MTP1D(SJD):
         return [0] * len(canvas.committed)
 
     def propose(self, canvas: Canvas, rows: slice, start: int, count: int) -> tuple[Tensor, Tensor]:
-        assert canvas.heads is not None and canvas.hidden is not None
+        assert canvas.heads is not None
         h = canvas.hidden[:, rows, start - 1 : start]
         e = canvas.backbone.embed(canvas.tokens[rows, start - 1 : start])
         predicted = torch.cat([canvas.heads(h, e, (0, k)) for k in range(1, count + 1)], dim=2)
