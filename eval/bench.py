@@ -7,7 +7,6 @@ draftgrid bench backbone=random:emu3        (latency alone: random weights at fu
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from draftgrid.eval.calibrate import calibrate, windowed
 from draftgrid.eval.calibrate import table as calibrate_table
 from draftgrid.eval.chart import speed_chart
 from draftgrid.eval.decoders import Sampling, Stats
-from draftgrid.eval.latency import LatencyConfig
+from draftgrid.eval.latency import LatencyConfig, milliseconds
 from draftgrid.eval.latency import run as run_latency
 from draftgrid.eval.measure import Plan, Run, accept_cost, batches, interpolate, lengths_on, measure, speedup, step_cost
 from draftgrid.eval.metrics.likelihood import bootstrap, likelihood
@@ -96,37 +95,27 @@ def resolve(config: BenchConfig) -> tuple[list[DecoderSpec], list[Sampling], Pla
         if not any(d.name == "ar" for d in decoders):
             decoders.append(DecoderSpec("ar"))
         decoders.sort(key=lambda d: d.name != "ar")
-    guidances = list(config.guidances)
-    if not guidances:
-        guidances = [config.guidance] if config.guidance != 1 or not suite.guidances else list(suite.guidances)
+    guidances = config.guidances or (list(suite.guidances) if config.guidance == 1 else []) or [config.guidance]
     if len(set(guidances)) < len(guidances):
         raise ValueError(f"guidances is {guidances}; each once is enough")
     if config.smoke:
         config.timed, config.repeats, config.batch_size, guidances = 2, 1, 2, guidances[:1]
     config.guidance = guidances[0]
     samplings = [Sampling(g, config.temperature, config.top_k, config.top_p) for g in guidances]
-    plan = Plan(
-        config.timed, config.repeats, config.batch_size, config.quality_batch, config.seed, warm_up=not config.smoke
-    )
-    return decoders, samplings, plan
+    batches = config.batch_size, config.quality_batch
+    return decoders, samplings, Plan(config.timed, config.repeats, *batches, config.seed, warm_up=not config.smoke)
 
 
 def bench(
-    loaded: Loaded,
-    decoders: Sequence[DecoderSpec],
-    out: Path,
-    plan: Plan,
-    *,
-    heads: str = "",
-    columns: int = 8,
-    bar: tqdm | None = None,
+    loaded: Loaded, decoders: Sequence[DecoderSpec], out: Path, plan: Plan, *, heads: str = "", columns: int = 8
 ) -> dict[str, Any]:
     """Measure (the first decoder is AR), write bench.json, sheet.png and speed.png into `out`.
 
     Returns what bench.json holds.
     """
     images = len(loaded.prompts)
-    with nullcontext(bar) if bar is not None else progress(decoders, images, plan) as bar:
+    total = len(decoders) * (plan.pictures(images) + images)  # every picture is drawn, then its likelihood measured
+    with tqdm(total=total, desc=f"bench, guidance {loaded.sampling.guidance:g}", unit="img", smoothing=0.05) as bar:
         runs = measure(loaded, decoders, plan, bar)
         scores = [score(loaded, run, plan.quality_batch, bar) for run in runs]
     grid, sampling = loaded.backbone.grid, loaded.sampling
@@ -148,24 +137,16 @@ def bench(
     }
     write_json(out / "bench.json", report)
     shown = spread(columns, images)
-    labels = [
-        f"{label(r)}\n{r['nfe']:.0f} steps, {kept(r)}\n{r['seconds_per_image']:.2f} s, {r['speedup']:.1f}x"
-        for r in report["rows"]
-    ]
+    names = [label(r) for r in report["rows"]]
+    form = "{}\n{:.0f} steps, {}\n{:.2f} s, {:.1f}x"
+    labels = [form.format(label(r), r["nfe"], kept(r), r["seconds_per_image"], r["speedup"]) for r in report["rows"]]
     with atomic(out / "sheet.png") as temporary:
         pictures = [loaded.tokenizer.pil(run.tokens[shown]) for run in runs]
         contact_sheet(pictures, labels, [loaded.prompts[i] for i in shown]).save(temporary, "PNG")
-    title = (
-        f"{loaded.backbone.name}, guidance {sampling.guidance:g}, {images} pictures, {report['rows'][0]['timed']} timed"
-    )
-    speed_chart(report["rows"], [label(r) for r in report["rows"]], title, out / "speed.png")
+    timed = report["rows"][0]["timed"]
+    title = f"{loaded.backbone.name}, guidance {sampling.guidance:g}, {images} pictures, {timed} timed"
+    speed_chart(report["rows"], names, title, out / "speed.png")
     return report
-
-
-def progress(decoders: Sequence[DecoderSpec], images: int, plan: Plan, turns: int = 1) -> tqdm:
-    """A bar over every picture that is drawn, and every one whose likelihood is measured."""
-    total = turns * len(decoders) * (plan.pictures(images) + images)
-    return tqdm(total=total, desc="bench", unit="img", smoothing=0.05)
 
 
 def score(loaded: Loaded, run: Run, batch: int, bar: tqdm) -> tuple[list[float], list[float]]:
@@ -235,8 +216,7 @@ def table(report: dict[str, Any]) -> str:
         changed = "" if r["change_rate"] is None else f"{r['change_rate']:.1%}"
         rows.append([label(r), kept(r), *cells, f"{m:+.3f} ({low:+.3f} {high:+.3f})", changed])
     lines = columns_of(rows, indent="")
-    cost = ", ".join(f"{n}: {1000 * t:.1f}" for n, t in report["step_cost"].items())
-    lines.append(f"forward over L tokens, ms: {cost}")
+    lines.append(f"forward over L tokens, ms: {milliseconds(report['step_cost'])}")
     if draft := report["draft_row"]:
         lines.append(
             f"drafting a row, ms: {1000 * draft['seconds']:.2f}, {draft['share_of_forward']:.3f} of its forward "
@@ -262,20 +242,17 @@ def run(config: BenchConfig) -> None:
     decoders, samplings, plan = resolve(config)
     need("matplotlib", use="speed.png")
     loaded = load(config, decoders)
-    jobs = [
-        (replace(loaded, sampling=s), Path(config.out) / (f"guidance{s.guidance:g}" if len(samplings) > 1 else ""))
-        for s in samplings
-    ]
-    if config.calibrate:
-        for one, out in jobs:
-            print(calibrate_table(calibrate(one, decoders, out, plan)))
-            print(out / "calibrate.json")
-        return
-    with progress(decoders, len(loaded.prompts), plan, len(jobs)) as bar:
-        for one, out in jobs:
-            report = bench(one, decoders, out, plan, heads=loaded.place, columns=config.columns, bar=bar)
-            title = f"guidance {one.sampling.guidance:g}\n" if len(jobs) > 1 else ""
-            bar.write(f"{title}{table(report)}\n{out}/bench.json, {out}/sheet.png, {out}/speed.png")
+    for sampling in samplings:
+        out = Path(config.out) / (f"guidance{sampling.guidance:g}" if len(samplings) > 1 else "")
+        one = replace(loaded, sampling=sampling)
+        if config.calibrate:
+            print(calibrate_table(calibrate(one, decoders, out, plan)), out / "calibrate.json", sep="\n")
+            continue
+        report = bench(one, decoders, out, plan, heads=loaded.place, columns=config.columns)
+        if len(samplings) > 1:
+            print(f"guidance {sampling.guidance:g}")
+        print(table(report))
+        print(f"{out}/bench.json, {out}/sheet.png, {out}/speed.png")
     if config.suite == "all" and not config.smoke:
         cost = accept_cost(loaded.backbone.device)
         write_json(Path(config.out) / "accept_step.json", cost)

@@ -22,15 +22,12 @@ WINDOWS = (4, 8, 12, 16, 24, 32, 48, 64)
 
 def windowed(decoders: Sequence[DecoderSpec]) -> list[DecoderSpec]:
     """Those that have a window, each once and without it. Raises ValueError if none has one."""
-    found: dict[str, DecoderSpec] = {}
-    for d in decoders:
-        if "window" in signature(DECODERS[d.name]).parameters:
-            bare = DecoderSpec(d.name, {k: v for k, v in d.settings.items() if k != "window"})
-            found.setdefault(bare.text, bare)
-    if not found:
+    having = [d for d in decoders if "window" in signature(DECODERS[d.name]).parameters]
+    if not having:
         names = ", ".join(d.text for d in decoders)
         raise ValueError(f"calibrate=true measures windows, but {names} has none; use e.g. decoders=scd,ssd_coupled")
-    return list(found.values())
+    bare = [DecoderSpec(d.name, {k: v for k, v in d.settings.items() if k != "window"}) for d in having]
+    return list({d.text: d for d in bare}.values())
 
 
 def calibrate(
@@ -57,18 +54,13 @@ def calibrate(
 
 def _row(run: Run) -> dict[str, Any]:
     forwards = sum(part.result.stats.nfe for part in run.passes[0])
-    names = ("seconds_forward", "seconds_verify", "seconds_draft")
-    forward, verify, draft = (run.phase(name) / forwards for name in names)
-    whole = median(run.seconds().sum(1)) / forwards
+    whole, steps = median(run.seconds().sum(1)) / forwards, mean(run.steps)
     together = mean(len(part.numbers) for part in run.passes[0])
-    steps = mean(run.steps)
     return {
         "window": run.decoder.settings["window"],
         "setting": run.decoder.text,
         "steps": steps,
-        "seconds_forward": forward,
-        "seconds_draft": draft,
-        "seconds_verify": verify,
+        **{name: run.phase(name) / forwards for name in ("seconds_forward", "seconds_draft", "seconds_verify")},
         "seconds_per_step": whole,
         "seconds_per_image": steps * whole / together,
     }

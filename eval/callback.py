@@ -143,7 +143,7 @@ class Preview(Callback):
     @torch.inference_mode()
     def along(self, backbone: Backbone, heads: MTPHeads, tokens: Tensor) -> dict[str, float]:
         """{acceptance_drawn/HEAD: mean of sum of min(p, q)} on pictures (N, H, W), as the decoder meets p and q."""
-        sums = {name: [0.0, 0] for name in heads.train_pairs(backbone.grid)}
+        found: dict[str, list[Tensor]] = {}
         for numbers in batches(range(len(tokens)), self.config.batch_size):
             part, prompts = tokens[list(numbers)], [self.prompts[i] for i in numbers]
             branches: list[list[Any]] = [prompts] if self.sampling.guidance == 1 else [prompts, twins(prompts)]
@@ -156,10 +156,9 @@ class Preview(Callback):
                 size = max(1, CHUNK // len(part))
                 for a, b in zip(true.split(size, dim=2), predicted.split(size, dim=2), strict=True):
                     p, q = (self.sampling.probabilities(heads.logits(backbone, x)) for x in (a, b))
-                    accepted = acceptance(p, q)
-                    sums[name][0] += float(accepted.sum())
-                    sums[name][1] += accepted.numel()
-        return {f"acceptance_drawn/{name}": total / count for name, (total, count) in sums.items() if count}
+                    found.setdefault(name, []).append(acceptance(p, q).flatten())
+        every = {name: torch.cat(parts) for name, parts in found.items()}
+        return {f"acceptance_drawn/{name}": float(x.mean()) for name, x in every.items() if x.numel()}
 
     def write(self, trainer: L.Trainer, figures: dict[str, float], found: dict[str, Drawn], step: int) -> None:
         labels = ["{}\n{:.1f} steps\n{:.2f} s".format(name, *d.per_picture) for name, d in found.items()]

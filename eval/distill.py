@@ -27,10 +27,8 @@ from draftgrid.heads.mtp import MTPHeads
 def check_exact(decoder: DecoderSpec) -> None:
     """Raises ValueError for a decoder whose pictures are not distributed as the backbone's own."""
     if not decoder.exact:
-        raise ValueError(
-            f"decoder {decoder.text} is lossy: its pictures are not the backbone's own; save=shards needs an exact one "
-            "(ar, scd, ssd_coupled, ...)"
-        )
+        right = "save=shards needs an exact one (ar, scd, ssd_coupled, ...)"
+        raise ValueError(f"decoder {decoder.text} is lossy: its pictures are not the backbone's own; {right}")
 
 
 def distill(
@@ -114,7 +112,7 @@ def _draw(
 
 def _pack(loaded: Loaded, out: Path, settings: dict, blocks: Sequence[range], shards: int) -> None:
     """Blocks -> shards and the manifest, one shard's pictures in memory at a time."""
-    codes, grid, prompts = loaded.tokenizer.codebook_size, loaded.backbone.grid, loaded.prompts
+    codes, prompts = loaded.tokenizer.codebook_size, loaded.prompts
     size = len(blocks[0])
     done = []
     for index, part in enumerate(np.array_split(np.arange(len(prompts)), shards)):
@@ -125,14 +123,7 @@ def _pack(loaded: Loaded, out: Path, settings: dict, blocks: Sequence[range], sh
                 if part[0] <= i <= part[-1]:
                     samples.append(Sample(f"{i:08d}", tokens, prompts[i], {"source": "self", "number": i}))
         done.append(write_shard(out / shard_name(index), samples, codes))
-    source = f"self:{loaded.backbone.name}"
-    Manifest(
-        (grid.height, grid.width),
-        loaded.tokenizer.fingerprint,
-        codes,
-        source,
-        "that of the backbone's pictures",
-        "train",
-        tuple(done),
-        sampling=settings,
-    ).save(out)
+    grid = loaded.backbone.grid.height, loaded.backbone.grid.width
+    source, license = f"self:{loaded.backbone.name}", "that of the backbone's pictures"
+    fingerprint = loaded.tokenizer.fingerprint
+    Manifest(grid, fingerprint, codes, source, license, "train", tuple(done), sampling=settings).save(out)

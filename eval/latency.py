@@ -212,7 +212,7 @@ def table(found: dict[str, Any]) -> str:
             rows.append([f"{r['decoder']}, {mode}", str(r["steps"]), *seconds, *ratios])
     lines += columns_of(rows)
     for mode, m in found["modes"].items():
-        by_cache, forward = (_cells(m[group]) for group in ("ar", "forward"))
+        by_cache, forward = (milliseconds(times) for times in (m["ar"]["by_cache"], m["forward"]))
         lines.append(f"  {mode}: AR step by tokens in the cache, ms: {by_cache}")
         lines.append(f"  {mode}: forward over tokens, the cache half full, ms: {forward}")
         if draft := m["draft_row"]:
@@ -221,8 +221,9 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cells(group: dict[str, Any]) -> str:
-    return ", ".join(f"{n}: {1000 * t:.1f}" for n, t in group.get("by_cache", group).items())
+def milliseconds(cost: dict[str, float]) -> str:
+    """{L: seconds} as text."""
+    return ", ".join(f"{n}: {1000 * t:.1f}" for n, t in cost.items())
 
 
 command = partial(main, run, LatencyConfig, __doc__, plain=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,44 +94,30 @@ class Loaded:
         phases: bool = False,
     ) -> DecodeResult:
         """The pictures of these numbers of the prompts, drawn together; `phases` as in `engine.run`."""
-        return decode(
-            self.backbone,
-            [self.prompts[i] for i in numbers],
-            decoder.make(),
-            self.sampling,
-            self.heads.get(decoder.pick(self.heads) or ""),
-            seed,
-            numbers,
-            tokenizer=self.tokenizer,
-            callback=callback,
-            phases=phases,
-        )
+        prompts = [self.prompts[i] for i in numbers]
+        heads = self.heads.get(decoder.pick(self.heads) or "")
+        more: dict[str, Any] = {"tokenizer": self.tokenizer, "callback": callback, "phases": phases}
+        return decode(self.backbone, prompts, decoder.make(), self.sampling, heads, seed, numbers, **more)
 
 
 def load(config: EvalConfig, decoders: Sequence[DecoderSpec]) -> Loaded:
     """Check the cheap things first, then load. Raises ValueError."""
-    from draftgrid.data.sources import (
-        read_prompts,  # reads pictures too, with a library that latency alone need not have
-    )
+    # It reads pictures too, with a library that latency alone need not have.
+    from draftgrid.data.sources import read_prompts
 
     check_ranges(config)
     sampling = Sampling(config.guidance, config.temperature, config.top_k, config.top_p)
-    config = replace(config, images=min(config.images, 2) if config.smoke else config.images)
-    prompts = choose(read_prompts(config.prompts), config.images)
+    prompts = choose(read_prompts(config.prompts), min(config.images, 2) if config.smoke else config.images)
     device = pick_device(config.device)
     if config.grid and len(config.grid) != 2:
         raise ValueError(f"grid is {config.grid}; use [rows, columns]")
     place = demo_heads(decoders) if config.heads == "auto" else config.heads
     folders = find_heads(place, decoders, config.local_files_only)
     grid = (config.grid[0], config.grid[1]) if config.grid else None
-    local = config.local_files_only
-    backbone = load_backbone(
-        config.backbone, adapter=config.adapter or None, grid=grid, device=device, local_files_only=local
-    )
-    heads = {
-        kind: MTPHeads.from_pretrained(folder, backbone, local_files_only=local) for kind, folder in folders.items()
-    }
-    tokenizer = load_tokenizer(config.tokenizer or config.backbone, device, local_files_only=local)
+    hub: dict[str, Any] = {"local_files_only": config.local_files_only}
+    backbone = load_backbone(config.backbone, adapter=config.adapter or None, grid=grid, device=device, **hub)
+    heads = {kind: MTPHeads.from_pretrained(folder, backbone, **hub) for kind, folder in folders.items()}
+    tokenizer = load_tokenizer(config.tokenizer or config.backbone, device, **hub)
     backbone.check_codes(tokenizer.codebook_size)
     if config.compile:
         backbone.compile_decoding()
@@ -190,9 +176,8 @@ def _maker(kind: str) -> str:
 
 def choose(prompts: list[str], count: int) -> list[str]:
     """`count` prompts spread evenly over the list, repeated if the list is shorter."""
-    if count >= len(prompts):
-        return [prompts[i % len(prompts)] for i in range(count)]
-    return [prompts[i] for i in spread(count, len(prompts))]
+    numbers = spread(count, len(prompts)) if count < len(prompts) else range(count)
+    return [prompts[i % len(prompts)] for i in numbers]
 
 
 def spread(count: int, of: int) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftgrid.common.settings import number, whole
 from draftgrid.eval.decoders.drafters import ChainDrafter, Drafter, OffsetDrafter
-from draftgrid.eval.decoders.engine import Canvas, in_step
+from draftgrid.eval.decoders.engine import Canvas, in_step, windows
 from draftgrid.eval.decoders.jacobi import SCD
 from draftgrid.eval.decoders.kernels import gumbel_argmax, keep, redraw
 from draftgrid.eval.decoders.randomness import Where
@@ -109,8 +109,8 @@ class CoupledSSD(SCD):
             self.target[rows, :c] = self.p[rows, last]
             if self.coupling == "maximal":
                 self.aside[rows, :c] = old[rows, last]
-        self.before = canvas.window(n, A).clone()
-        left = [canvas.window([max(m - back, 0) for m in n], 1) for back in (2, 1)]
+        self.before = windows(canvas.tokens, n, A).clone()
+        left = [windows(canvas.tokens, [max(m - back, 0) for m in n], 1) for back in (2, 1)]
         self.y = torch.cat([*left, self.before], dim=1)
 
     def _pieces(self, low: int, high: int, sweeps: int) -> list[slice]:

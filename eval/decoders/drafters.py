@@ -90,7 +90,7 @@ class ChainDrafter(Drafter):
 
     def open(self, canvas: Canvas, first: Sequence[int], count: int) -> None:
         self.first = list(first)
-        if all(f == n for f, n in zip(first, canvas.committed, strict=True)):
+        if self.first == canvas.committed:
             self.base, self.c = self.kept.take(first, count, self.lasting)
             if recent := min(self.heads.config.recent, count):
                 both = zip(self._near(first, recent), (self.base, self.c), strict=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftgrid.common.settings import one_of, whole
-from draftgrid.eval.decoders.engine import Canvas, Policy, Sliding, in_step
+from draftgrid.eval.decoders.engine import Canvas, Policy, Sliding, in_step, windows
 from draftgrid.eval.decoders.kernels import gumbel_argmax, keep, redraw
 from draftgrid.heads.distributions import at_least_fp32
 
@@ -49,7 +49,7 @@ class SJD(Policy):
         B, S, _ = p.shape
         if not self.proposal.numel():  # the first forward tests nothing
             self.proposal, self.fresh = torch.zeros_like(p), [0] * B
-        self.p, y = p, canvas.window(n, S)
+        self.p, y = p, windows(canvas.tokens, n, S)
         # After the drafts comes one position without a draft: its proposal is zero, so its residual is p itself.
         inside = [min(d + 1, canvas.grid.positions - m) for d, m in zip(a, n, strict=True)]
         columns = torch.arange(S, device=p.device)
@@ -60,7 +60,7 @@ class SJD(Policy):
         for rows, (start, drafts, end, fresh) in in_step(n, a, inside, self.fresh):
             canvas.tokens[rows, start : start + end] = tokens[rows, :end]
             if fresh < drafts:
-                canvas.tally.drafts(self.initial, kept[rows, fresh:drafts], start + fresh)
+                canvas.stats.count_drafts(self.initial, kept[rows, fresh:drafts], start + fresh)
         canvas.commit([min(r + 1, m) for r, m in zip(run.flatten().tolist(), inside, strict=True)])
 
     def test(self, canvas: Canvas, y: Tensor) -> Tensor:

@@ -41,15 +41,12 @@ class Where:
 class RandomSource(Protocol):
     def accept(self, probability: Tensor, where: Where) -> Tensor:
         """(B, K) probabilities (1 or more = certain) -> (B, K) bool."""
-        ...
 
     def draw(self, weights: Tensor, where: Where, needed: Tensor | None = None) -> Tensor:
         """(B, K, V) weights >= 0, not necessarily summing to 1 -> (B, K) indices; where not `needed`, anything."""
-        ...
 
     def gumbel(self, like: Tensor, where: Where) -> Tensor:
         """exp(g), g standard Gumbel noise of the shape of `like` (B, K, V): one vector a position for all visits."""
-        ...
 
 
 class SeededSource:
@@ -92,8 +89,7 @@ class SeededSource:
         if weights.stride(-1) == 0:  # one number expanded: all alike
             return (u[..., 0] * V).long()
         if V <= SMALL:
-            cumulative = weights.cumsum(-1, dtype=torch.float64)
-            return _first_above(cumulative, u * cumulative[..., -1:]).squeeze(-1)
+            return _search(weights, u).squeeze(-1)
         size = block_size(V)
         blocks = weights.unflatten(-1, (V // size, size))  # (B, K, N, S)
         cumulative = blocks.sum(-1).cumsum(-1, dtype=torch.float64)  # (B, K, N)
@@ -103,8 +99,7 @@ class SeededSource:
         before = torch.where(block > 0, cumulative.gather(-1, (block - 1).clamp_(min=0)), 0.0)
         share = ((target - before) / (upper - before)).clamp_(max=1 - 2.0**-40)
         inside = blocks.gather(-2, block[..., None].expand(*block.shape, size)).squeeze(-2)  # (B, K, S)
-        cumulative = inside.cumsum(-1, dtype=torch.float64)
-        return (block * size + _first_above(cumulative, share * cumulative[..., -1:])).squeeze(-1)
+        return (block * size + _search(inside, share)).squeeze(-1)
 
     def gumbel(self, like: Tensor, where: Where) -> Tensor:
         key = torch.from_numpy(self.keys(where.to("gumbel")).view(np.int64)).to(like.device)  # (B, K)
@@ -121,6 +116,12 @@ class SeededSource:
 def block_size(V: int) -> int:
     """The largest divisor of V up to 256: a long row is searched block first, then inside one."""
     return next(n for n in range(256, 0, -1) if V % n == 0)
+
+
+def _search(weights: Tensor, u: Tensor) -> Tensor:
+    """(..., V) weights, (..., 1) in [0, 1) -> (..., 1) first index whose cumulative weight exceeds that share."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    return _first_above(cumulative, u * cumulative[..., -1:])
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:

@@ -27,9 +27,8 @@ def likelihood(
         branches.append(backbone.states(tokens, twins(prompts))[0])
     size = max(1, chunk // len(tokens))
     found = []
-    for h, drawn in zip(
-        torch.stack(branches).flatten(2, 3).split(size, 2), tokens.flatten(1).split(size, 1), strict=True
-    ):
+    states = torch.stack(branches).flatten(2, 3).split(size, 2)  # (G, B, chunk, D) each
+    for h, drawn in zip(states, tokens.flatten(1).split(size, 1), strict=True):
         p = sampling.probabilities(backbone.logits(h))
         chosen = p.gather(-1, drawn[..., None]).squeeze(-1)
         # A lossy decoder may emit a token outside the target's top-k; the floor keeps its NLL finite.
