@@ -54,7 +54,7 @@ class BenchConfig(EvalConfig):
 
 PREFIX = "random:"
 LATENCY = ("backbone", "layers", "grid", "decoders", "repeats", "compile", "device", "out", "smoke")
-"""Keys that backbone=random:FAMILY reads, or need not: it is measured eagerly and compiled."""
+"""Keys that backbone=random:FAMILY takes; `compile` changes nothing, for it is measured eagerly and compiled."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ SUITES = {
 
 
 def resolve(config: BenchConfig) -> tuple[list[DecoderSpec], list[Sampling], Plan]:
-    """Fill in what the suite and smoke say; what is to be done. Raises ValueError."""
+    """Fill in what the suite and smoke say, and return what is to be done. Raises ValueError."""
     if config.suite not in SUITES:
         raise ValueError(f"suite is {config.suite!r}; use all, or name decoders=")
     suite = SUITES[config.suite]

@@ -1,4 +1,4 @@
-"""How long a window pays on this machine: steps fall as it grows, a forward costs more. Prints, and changes nothing.
+"""How long a window pays on this machine: steps fall as it grows, a forward costs more. It changes nothing.
 
 The window is a setting of the decoder and part of what a seed means, so nothing chooses it during a run.
 """

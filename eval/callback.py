@@ -175,7 +175,7 @@ def private_copy(heads: MTPHeads, weights: dict[str, Tensor], backbone: Backbone
     """Heads of their own memory with these weights, `heads.NAME` as in the module, in the backbone's dtype."""
     prefix = "heads."
     mine = {k.removeprefix(prefix).replace("_orig_mod.", ""): v for k, v in weights.items() if k.startswith(prefix)}
-    with torch.random.fork_rng(devices=[]):  # new heads are born random
+    with torch.random.fork_rng(devices=[]):  # new heads draw random weights
         copy = type(heads)(heads.config, heads.trained_on)  # type: ignore[call-arg]
     copy.load_state_dict(mine)
     return copy.to(backbone.device, backbone.dtype).requires_grad_(False).eval()

@@ -117,8 +117,7 @@ def _pack(loaded: Loaded, out: Path, settings: dict, blocks: Sequence[range], sh
     done = []
     for index, part in enumerate(np.array_split(np.arange(len(prompts)), shards)):
         samples = []
-        for first in range(part[0] // size * size, part[-1] + 1, size):
-            numbers = range(first, min(first + size, len(prompts)))
+        for numbers in blocks[part[0] // size : part[-1] // size + 1]:
             for i, tokens in zip(numbers, np.load(_block(out, numbers)), strict=True):
                 if part[0] <= i <= part[-1]:
                     samples.append(Sample(f"{i:08d}", tokens, prompts[i], {"source": "self", "number": i}))

@@ -21,6 +21,7 @@ from draftgrid.data.encode import processes
 from draftgrid.data.sources import read_prompts
 from draftgrid.eval.decoders import default_decoder
 from draftgrid.eval.distill import check_exact, distill
+from draftgrid.eval.measure import batches
 from draftgrid.eval.setup import EvalConfig, load, parse_decoders
 
 
@@ -65,8 +66,7 @@ def run(config: GenerateConfig) -> None:
     pictures = []
     prompts, grid = loaded.prompts, loaded.backbone.grid
     with tqdm(total=len(prompts) * grid.height, desc=f"draw with {decoder.name}", unit="row") as bar:
-        for start in range(0, len(prompts), config.batch_size):
-            numbers = range(start, min(start + config.batch_size, len(prompts)))
+        for numbers in batches(range(len(prompts)), config.batch_size):
             result = loaded.draw(decoder, numbers, config.seed, partial(_advance, bar, bar.n, len(numbers)))
             drawn = zip(numbers, loaded.tokenizer.pil(result.tokens, config.scale), result.stats.steps, strict=True)
             for i, picture, steps in drawn:
@@ -75,9 +75,8 @@ def run(config: GenerateConfig) -> None:
                     picture.save(temporary, "PNG")
                 pictures.append(picture)
                 records.append({"file": file, "prompt": prompts[i], "steps": steps, "exact": result.exact})
-    columns = min(8, len(pictures))
     with atomic(out / "sheet.png") as temporary:
-        contact_sheet([pictures[i : i + columns] for i in range(0, len(pictures), columns)]).save(temporary, "PNG")
+        contact_sheet(list(batches(pictures, 8))).save(temporary, "PNG")
     report = {"decoder": decoder.name, "settings": decoder.settings, "seed": config.seed, "pictures": records}
     write_json(out / "pictures.json", report)
     taken = mean(record["steps"] for record in records)

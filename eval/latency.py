@@ -1,8 +1,8 @@
 """What decoding costs at the size of the published models, without their weights: random ones, real architecture.
 
 AR and SSD take the same steps whatever the weights are, so their seconds are real ones. A whole AR picture takes
-minutes; its steps are timed at five lengths of the cache and summed over the picture. Eagerly and compiled. Beside this
-checkout only torch, transformers and safetensors are needed.
+minutes; its steps are timed at five lengths of the cache and summed over the picture. All is measured eagerly and
+compiled. Besides this checkout only torch, transformers and safetensors are needed.
 
 draftgrid latency                                       the three families, on a GPU, in minutes
 draftgrid latency backbones=emu3 layers=2 grid=[4,90]   as a check, on a CPU

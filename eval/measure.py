@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from draftgrid.eval.setup import DecoderSpec, Loaded, spread
 from draftgrid.heads.grid import TokenGrid
 from draftgrid.heads.offsets import OffsetHeads
 
+T = TypeVar("T")
 LENGTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
 
@@ -130,8 +132,8 @@ def measure(loaded: Loaded, decoders: Sequence[DecoderSpec], plan: Plan, bar: tq
     return runs
 
 
-def batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    return (numbers[i : i + size] for i in range(0, len(numbers), size))
+def batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
 
 
 def speedup(ar: Run, run: Run, seed: int = 0, draws: int = 2000) -> tuple[float, list[float]]:
@@ -194,9 +196,8 @@ def step_cost(
     cost = {n: median(t) for n, t in times.items()}
     if heads is None or not alone:
         return cost, None
-    forward = interpolate(cost, grid.width)
-    draft = {"seconds": median(alone), "seconds_in_loop": median(in_loop)}
-    return cost, {**draft, "share_of_forward": draft["seconds"] / forward}
+    share = median(alone) / cost[grid.width]
+    return cost, {"seconds": median(alone), "seconds_in_loop": median(in_loop), "share_of_forward": share}
 
 
 def interpolate(cost: dict[int, float], length: float) -> float:

@@ -49,7 +49,7 @@ class DecoderSpec:
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
-    """The policy's own, and `drafts`: the kind of heads it is told to draft with, not the first it finds loaded."""
+    """The policy's own settings, and perhaps `drafts`: the kind of heads to draft with, not its first choice."""
 
     def make(self) -> Policy:
         """A fresh one: a policy draws one batch."""
@@ -83,7 +83,7 @@ class Loaded:
     prompts: list[str]
     sampling: Sampling = field(default_factory=Sampling)
     place: str = ""
-    """Where the heads lie, as `heads=` names it."""
+    """Where the heads are, as given in `heads=`."""
 
     def draw(
         self,

@@ -124,7 +124,6 @@ class OffsetDrafter(Drafter):
 
     def __init__(self, canvas: Canvas, heads: OffsetHeads) -> None:
         self.canvas, self.heads = canvas, heads
-        self.right, self.down = heads.config.right, heads.config.down
         self.reach = canvas.grid.width
 
     def open(self, canvas: Canvas, first: Sequence[int], count: int) -> None:
@@ -146,13 +145,13 @@ class OffsetDrafter(Drafter):
 
     def _runs(self, canvas: Canvas, first: int, end: int, n: int, known: int) -> list[tuple[Offset, int, int]]:
         """(offset, from, to): the positions each head drafts. n - 1 is the newest committed cell."""
-        W = canvas.grid.width
+        W, config = canvas.grid.width, self.heads.config
         x = (n - 1) % W
-        runs = [((0, k), n - 1 + k, n + k) for k in range(1, min(self.right, W - 1 - x) + 1)]
-        # The row above speaks where its states are known; further on the row above that.
-        if self.down >= 1:
+        runs = [((0, k), n - 1 + k, n + k) for k in range(1, min(config.right, W - 1 - x) + 1)]
+        # The row above drafts where its states are known; further on the row above that.
+        if config.down >= 1:
             runs.append(((1, 0), W, known + W))
-        if self.down >= 2:
+        if config.down >= 2:
             runs.append(((2, 0), max(2 * W, known + W), known + 2 * W))
         cut = [(offset, max(low, first), min(high, end)) for offset, low, high in runs]
         return [run for run in cut if run[1] < run[2]]

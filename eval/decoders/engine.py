@@ -210,7 +210,7 @@ class Canvas:
         return Where(self.samples[rows], np.asarray(first)[:, None] + np.arange(count), self.visit)
 
     def commit(self, counts: Sequence[int]) -> None:
-        """So many more tokens are final, and the forward just made has read all of them but the last."""
+        """counts[b] more tokens are final, and the last forward has read all of them but the newest."""
         self.committed = [n + c for n, c in zip(self.committed, counts, strict=True)]
         self.cached = [max(0, n - 1) for n in self.committed]
 

@@ -19,7 +19,7 @@ MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SMALL = 2048
-"""Rows up to so long are searched in one go, longer ones in blocks."""
+"""Rows up to this length are searched in one go, longer ones in blocks."""
 
 
 @dataclass(frozen=True, eq=False)

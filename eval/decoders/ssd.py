@@ -58,10 +58,8 @@ class SSD(Policy):
         if staged and (rows != 2 or rounds == 0):
             raise ValueError(f"staged is {staged}; it adds rounds to the second row, so it needs rows=2 and rounds>=1")
         if rows_in_flight > 1 and (rows != 1 or rows_in_flight > rounds + 1):
-            raise ValueError(
-                f"rows_in_flight is {rows_in_flight}; with rows=1 and rounds={rounds} a row is in flight for "
-                f"{rounds + 1} forwards, so use 1 to {rounds + 1}, and 1 with rows=2"
-            )
+            right = f"with rows=1 and rounds={rounds} use 1 to {rounds + 1}, a row's forwards, and with rows=2 use 1"
+            raise ValueError(f"rows_in_flight is {rows_in_flight}; {right}")
 
     def begin(self, canvas: Canvas) -> None:
         assert isinstance(canvas.heads, OffsetHeads)
