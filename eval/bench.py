@@ -7,8 +7,7 @@ draftgrid bench backbone=random:emu3        (latency alone: random weights at fu
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -27,11 +26,11 @@ from draftgrid.common.table import table as columns_of
 from draftgrid.eval.calibrate import calibrate, windowed
 from draftgrid.eval.calibrate import table as calibrate_table
 from draftgrid.eval.chart import speed_chart
-from draftgrid.eval.decoders import Sampling
-from draftgrid.eval.latency import LatencyConfig
+from draftgrid.eval.decoders import Sampling, Stats
+from draftgrid.eval.latency import LatencyConfig, milliseconds
 from draftgrid.eval.latency import run as run_latency
-from draftgrid.eval.measure import Plan, Run, accept_cost, batches, interpolate, measure, speedup, step_cost
-from draftgrid.eval.metrics.likelihood import bootstrap, surprise
+from draftgrid.eval.measure import Plan, Run, accept_cost, batches, interpolate, lengths_on, measure, speedup, step_cost
+from draftgrid.eval.metrics.likelihood import bootstrap, likelihood
 from draftgrid.eval.setup import DecoderSpec, EvalConfig, Loaded, load, parse_decoders, spread
 from draftgrid.eval.suites import CALIBRATED, SHORT, SMOKE, every
 
@@ -55,7 +54,7 @@ class BenchConfig(EvalConfig):
 
 PREFIX = "random:"
 LATENCY = ("backbone", "layers", "grid", "decoders", "repeats", "compile", "device", "out", "smoke")
-"""Keys that backbone=random:FAMILY reads, or need not: it is measured eagerly and compiled."""
+"""Keys that backbone=random:FAMILY takes; `compile` changes nothing, for it is measured eagerly and compiled."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ SUITES = {
 
 
 def resolve(config: BenchConfig) -> tuple[list[DecoderSpec], list[Sampling], Plan]:
-    """Fill in what the suite and smoke say; what is to be done. Raises ValueError."""
+    """Fill in what the suite and smoke say, and return what is to be done. Raises ValueError."""
     if config.suite not in SUITES:
         raise ValueError(f"suite is {config.suite!r}; use all, or name decoders=")
     suite = SUITES[config.suite]
@@ -93,56 +92,41 @@ def resolve(config: BenchConfig) -> tuple[list[DecoderSpec], list[Sampling], Pla
     if config.calibrate:
         decoders = windowed(decoders)
     else:
-        decoders = [*(d for d in decoders if d.name == "ar"), *(d for d in decoders if d.name != "ar")]
-        if decoders[0].name != "ar":
-            decoders = [DecoderSpec("ar"), *decoders]
-    guidances = list(config.guidances)
-    if not guidances:
-        guidances = [config.guidance] if config.guidance != 1 or not suite.guidances else list(suite.guidances)
+        if not any(d.name == "ar" for d in decoders):
+            decoders.append(DecoderSpec("ar"))
+        decoders.sort(key=lambda d: d.name != "ar")
+    guidances = config.guidances or (list(suite.guidances) if config.guidance == 1 else []) or [config.guidance]
     if len(set(guidances)) < len(guidances):
         raise ValueError(f"guidances is {guidances}; each once is enough")
     if config.smoke:
         config.timed, config.repeats, config.batch_size, guidances = 2, 1, 2, guidances[:1]
     config.guidance = guidances[0]
     samplings = [Sampling(g, config.temperature, config.top_k, config.top_p) for g in guidances]
-    plan = Plan(
-        config.timed, config.repeats, config.batch_size, config.quality_batch, config.seed, warm_up=not config.smoke
-    )
-    return decoders, samplings, plan
+    batches = config.batch_size, config.quality_batch
+    return decoders, samplings, Plan(config.timed, config.repeats, *batches, config.seed, warm_up=not config.smoke)
 
 
 def bench(
-    loaded: Loaded,
-    decoders: Sequence[DecoderSpec],
-    out: Path,
-    plan: Plan,
-    *,
-    heads: str = "",
-    columns: int = 8,
-    bar: tqdm | None = None,
+    loaded: Loaded, decoders: Sequence[DecoderSpec], out: Path, plan: Plan, *, heads: str = "", columns: int = 8
 ) -> dict[str, Any]:
     """Measure (the first decoder is AR), write bench.json, sheet.png and speed.png into `out`.
 
     Returns what bench.json holds.
     """
     images = len(loaded.prompts)
-    with nullcontext(bar) if bar is not None else progress(decoders, images, plan) as bar:
+    total = len(decoders) * (plan.pictures(images) + images)  # every picture is drawn, then its likelihood measured
+    with tqdm(total=total, desc=f"bench, guidance {loaded.sampling.guidance:g}", unit="img", smoothing=0.05) as bar:
         runs = measure(loaded, decoders, plan, bar)
         scores = [score(loaded, run, plan.quality_batch, bar) for run in runs]
     grid, sampling = loaded.backbone.grid, loaded.sampling
     windows = [d.settings["window"] for d in decoders if "window" in d.settings]
-    cost, draft = step_cost(loaded, plan.batch_size, windows, repeats=15 if plan.warm_up else 3)
+    cost, draft = step_cost(loaded, lengths_on(grid, windows), plan.batch_size, repeats=15 if plan.warm_up else 3)
     report: dict[str, Any] = {
         "backbone": {"name": loaded.backbone.name, "fingerprint": loaded.backbone.fingerprint},
         "heads": heads,
         "grid": [grid.height, grid.width],
         "machine": f"{machine()}, {torch.get_num_threads()} threads",
-        "sampling": {
-            "guidance": sampling.guidance,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-        },
+        "sampling": asdict(sampling),
         "compiled": loaded.backbone.compiled,
         "seed": plan.seed,
         "batch_size": plan.batch_size,
@@ -153,53 +137,38 @@ def bench(
     }
     write_json(out / "bench.json", report)
     shown = spread(columns, images)
-    labels = [
-        f"{label(r)}\n{r['nfe']:.0f} steps, {kept(r)}\n{r['seconds_per_image']:.2f} s, {r['speedup']:.1f}x"
-        for r in report["rows"]
-    ]
+    names = [label(r) for r in report["rows"]]
+    form = "{}\n{:.0f} steps, {}\n{:.2f} s, {:.1f}x"
+    labels = [form.format(label(r), r["nfe"], kept(r), r["seconds_per_image"], r["speedup"]) for r in report["rows"]]
     with atomic(out / "sheet.png") as temporary:
         pictures = [loaded.tokenizer.pil(run.tokens[shown]) for run in runs]
         contact_sheet(pictures, labels, [loaded.prompts[i] for i in shown]).save(temporary, "PNG")
-    title = (
-        f"{loaded.backbone.name}, guidance {sampling.guidance:g}, {images} pictures, {report['rows'][0]['timed']} timed"
-    )
-    speed_chart(report["rows"], [label(r) for r in report["rows"]], title, out / "speed.png")
+    timed = report["rows"][0]["timed"]
+    title = f"{loaded.backbone.name}, guidance {sampling.guidance:g}, {images} pictures, {timed} timed"
+    speed_chart(report["rows"], names, title, out / "speed.png")
     return report
-
-
-def progress(decoders: Sequence[DecoderSpec], images: int, plan: Plan, turns: int = 1) -> tqdm:
-    """A bar over every picture that is drawn, and every one whose likelihood is measured."""
-    total = turns * len(decoders) * (plan.pictures(images) + images)
-    return tqdm(total=total, desc="bench", unit="img", smoothing=0.05)
 
 
 def score(loaded: Loaded, run: Run, batch: int, bar: tqdm) -> tuple[list[float], list[float]]:
     """Negative log-likelihood and excess NLL of every picture, nats a token."""
-    nll: list[float] = []
-    excess: list[float] = []
+    parts = []
     tokens = run.tokens
     for numbers in batches(range(len(tokens)), batch):
         prompts = [loaded.prompts[i] for i in numbers]
-        n, e = surprise(loaded.backbone, tokens[list(numbers)], prompts, loaded.sampling)
-        nll, excess = nll + n.tolist(), excess + e.tolist()
+        parts.append(torch.stack(likelihood(loaded.backbone, tokens[list(numbers)], prompts, loaded.sampling)))
         bar.update(len(numbers))
+    nll, excess = torch.cat(parts, 1).tolist()
     return nll, excess
 
 
 def row(
     run: Run, ar: Run, scores: tuple[list[float], list[float]], loaded: Loaded, cost: dict[int, float]
 ) -> dict[str, Any]:
-    stats = [part.result.stats for part in run.parts]
+    total = Stats.total([part.result.stats for part in run.parts])
     clocked = [part.result.stats for part in run.passes[-1]]
     images = sum(len(part.numbers) for part in run.passes[-1])
     nfe_timed = mean(s.nfe for s in clocked)
     forwarded = mean(s.tokens_forwarded for s in clocked)
-    hits: dict[str, list[int]] = {}
-    for s in stats:
-        for name, (good, all_) in s.drafted.items():
-            entry = hits.setdefault(name, [0, 0])
-            entry[0], entry[1] = entry[0] + good, entry[1] + all_
-    changed = [sum(s.changed[k] for s in stats) for k in (0, 1)]
     seconds = {name: run.phase(name) / images for name in ("seconds_draft", "seconds_forward", "seconds_verify")}
     ar_nfe = mean(part.result.stats.nfe for part in ar.passes[-1])
     steps = bootstrap(run.steps)
@@ -222,9 +191,9 @@ def row(
         "speedup_interval": interval,
         "speedup_allowed": ar_nfe / nfe_timed * cost[1] / interpolate(cost, forwarded / max(nfe_timed - 1, 1)),
         "nll": mean(scores[0]),
-        "excess_surprise": bootstrap(scores[1]),
-        "acceptance": {name: good / all_ for name, (good, all_) in hits.items() if all_},
-        "change_rate": changed[0] / changed[1] if changed[1] else None,
+        "excess_nll": bootstrap(scores[1]),
+        "acceptance": total.acceptance,
+        "change_rate": total.change_rate,
     }
 
 
@@ -241,18 +210,17 @@ def table(report: dict[str, Any]) -> str:
     """The rows as text, one line each."""
     rows = [["decoder", "", "steps", "s/image", "speed-up", "allowed", "NLL", "excess NLL (95 %)", "changed"]]
     for r in report["rows"]:
-        m, low, high = r["excess_surprise"]
+        m, low, high = r["excess_nll"]
         cells = [f"{r['nfe']:.1f}", f"{r['seconds_per_image']:.3f}"]
         cells += [f"{r['speedup']:.2f}x", f"{r['speedup_allowed']:.2f}x", f"{r['nll']:.2f}"]
         changed = "" if r["change_rate"] is None else f"{r['change_rate']:.1%}"
         rows.append([label(r), kept(r), *cells, f"{m:+.3f} ({low:+.3f} {high:+.3f})", changed])
     lines = columns_of(rows, indent="")
-    cost = ", ".join(f"{n}: {1000 * t:.1f}" for n, t in report["step_cost"].items())
-    lines.append(f"forward over L tokens, ms: {cost}")
+    lines.append(f"forward over L tokens, ms: {milliseconds(report['step_cost'])}")
     if draft := report["draft_row"]:
         lines.append(
             f"drafting a row, ms: {1000 * draft['seconds']:.2f}, {draft['share_of_forward']:.3f} of its forward "
-            f"({1000 * draft['seconds_in_loop']:.2f} right behind a forward)"
+            f"({1000 * draft['seconds_in_loop']:.2f} right after a forward)"
         )
     return "\n".join([*lines, f"machine: {report['machine']}"])
 
@@ -274,23 +242,15 @@ def run(config: BenchConfig) -> None:
     decoders, samplings, plan = resolve(config)
     need("matplotlib", use="speed.png")
     loaded = load(config, decoders)
-    images = len(loaded.prompts)
-    jobs = [
-        (replace(loaded, sampling=s), Path(config.out) / (f"guidance{s.guidance:g}" if len(samplings) > 1 else ""))
-        for s in samplings
-    ]
-    if config.calibrate:
-        for one, out in jobs:
-            print(calibrate_table(calibrate(one, decoders, out, plan)))
-            print(out / "calibrate.json")
-        return
-    reports = []
-    with progress(decoders, images, plan, len(jobs)) as bar:
-        for one, out in jobs:
-            reports.append(bench(one, decoders, out, plan, heads=loaded.place, columns=config.columns, bar=bar))
-    for (one, out), report in zip(jobs, reports, strict=True):
-        if len(jobs) > 1:
-            print(f"guidance {one.sampling.guidance:g}")
+    for sampling in samplings:
+        out = Path(config.out) / (f"guidance{sampling.guidance:g}" if len(samplings) > 1 else "")
+        one = replace(loaded, sampling=sampling)
+        if config.calibrate:
+            print(calibrate_table(calibrate(one, decoders, out, plan)), out / "calibrate.json", sep="\n")
+            continue
+        report = bench(one, decoders, out, plan, heads=loaded.place, columns=config.columns)
+        if len(samplings) > 1:
+            print(f"guidance {sampling.guidance:g}")
         print(table(report))
         print(f"{out}/bench.json, {out}/sheet.png, {out}/speed.png")
     if config.suite == "all" and not config.smoke:
@@ -304,18 +264,9 @@ def latency(config: BenchConfig) -> None:
     for name, default in vars(BenchConfig()).items():
         if name not in LATENCY and (value := getattr(config, name)) != default:
             raise ValueError(f"{name} is {value!r}; with backbone={config.backbone} only latency is measured")
-    run_latency(
-        LatencyConfig(
-            config.backbone.removeprefix(PREFIX),
-            config.layers,
-            config.grid,
-            config.decoders or LatencyConfig.decoders,
-            config.repeats,
-            device=config.device,
-            out=config.out,
-            smoke=config.smoke,
-        )
-    )
+    same = {name: getattr(config, name) for name in ("layers", "grid", "repeats", "device", "out", "smoke")}
+    decoders = config.decoders or LatencyConfig.decoders
+    run_latency(LatencyConfig(backbones=config.backbone.removeprefix(PREFIX), decoders=decoders, **same))
 
 
 command = partial(main, run, BenchConfig, __doc__)

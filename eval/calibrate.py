@@ -1,9 +1,10 @@
-"""How long a window pays on this machine: steps fall as it grows, a forward costs more. Prints, and changes nothing.
+"""How long a window pays on this machine: steps fall as it grows, a forward costs more. It changes nothing.
 
 The window is a setting of the decoder and part of what a seed means, so nothing chooses it during a run.
 """
 
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -12,23 +13,21 @@ from tqdm import tqdm
 
 from draftgrid.common.files import write_json
 from draftgrid.common.table import table as columns_of
+from draftgrid.eval.decoders import DECODERS
 from draftgrid.eval.measure import Plan, Run, measure
-from draftgrid.eval.setup import DecoderSpec, Loaded, has_setting
+from draftgrid.eval.setup import DecoderSpec, Loaded
 
 WINDOWS = (4, 8, 12, 16, 24, 32, 48, 64)
 
 
 def windowed(decoders: Sequence[DecoderSpec]) -> list[DecoderSpec]:
     """Those that have a window, each once and without it. Raises ValueError if none has one."""
-    found: dict[str, DecoderSpec] = {}
-    for d in decoders:
-        if has_setting(d, "window"):
-            bare = DecoderSpec(d.name, {k: v for k, v in d.settings.items() if k != "window"}, d.drafts)
-            found.setdefault(bare.text, bare)
-    if not found:
+    having = [d for d in decoders if "window" in signature(DECODERS[d.name]).parameters]
+    if not having:
         names = ", ".join(d.text for d in decoders)
         raise ValueError(f"calibrate=true measures windows, but {names} has none; use e.g. decoders=scd,ssd_coupled")
-    return list(found.values())
+    bare = [DecoderSpec(d.name, {k: v for k, v in d.settings.items() if k != "window"}) for d in having]
+    return list({d.text: d for d in bare}.values())
 
 
 def calibrate(
@@ -39,7 +38,7 @@ def calibrate(
     Writes calibrate.json into `out` and returns what it holds.
     """
     fitting = [w for w in windows if w <= loaded.backbone.grid.positions]
-    sweep = {d.text: [DecoderSpec(d.name, {**d.settings, "window": w}, d.drafts) for w in fitting] for d in decoders}
+    sweep = {d.text: [DecoderSpec(d.name, {**d.settings, "window": w}) for w in fitting] for d in decoders}
     every = [d for variants in sweep.values() for d in variants]
     with tqdm(total=len(every) * plan.pictures(len(loaded.prompts)), desc="calibrate", unit="img") as bar:
         runs = iter(measure(loaded, every, plan, bar))
@@ -55,19 +54,13 @@ def calibrate(
 
 def _row(run: Run) -> dict[str, Any]:
     forwards = sum(part.result.stats.nfe for part in run.passes[0])
-    names = ("seconds_forward", "seconds_verify", "seconds_draft")
-    forward, verify, draft = (run.phase(name) / forwards for name in names)
-    whole = median(run.seconds().sum(1)) / forwards
-    calls = [len(part.numbers) for part in run.passes[0]]
-    together = sum(calls) / len(calls)
-    steps = mean(run.steps)
+    whole, steps = median(run.seconds().sum(1)) / forwards, mean(run.steps)
+    together = mean(len(part.numbers) for part in run.passes[0])
     return {
         "window": run.decoder.settings["window"],
         "setting": run.decoder.text,
         "steps": steps,
-        "seconds_forward": forward,
-        "seconds_draft": draft,
-        "seconds_verify": verify,
+        **{name: run.phase(name) / forwards for name in ("seconds_forward", "seconds_draft", "seconds_verify")},
         "seconds_per_step": whole,
         "seconds_per_image": steps * whole / together,
     }

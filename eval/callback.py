@@ -1,13 +1,12 @@
 """Pictures and real step counts while heads are trained: the same few validation prompts, drawn with the heads as they
 are. Acceptance on states tells how good a draft is; only decoding tells how many forwards a picture takes.
 
-Training goes on as if nothing had happened: the heads that draw are a private copy, and no random state is touched.
+Training continues as if nothing had happened: the heads that draw are a private copy, and no random state changes.
 """
 
-import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any
 
 import lightning as L
@@ -19,12 +18,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from draftgrid.common.sheet import contact_sheet
-from draftgrid.common.timing import synchronize
 from draftgrid.data.sources import read_prompts
 from draftgrid.data.stream import Sample, ShardSet
 from draftgrid.eval.config import DecodingConfig, EvaluateConfig
-from draftgrid.eval.decoders import DecodeResult, Sampling
-from draftgrid.eval.measure import batches
+from draftgrid.eval.decoders import Sampling, Stats
+from draftgrid.eval.measure import Run, batches, draw
 from draftgrid.eval.setup import DecoderSpec, Loaded, choose, parse_decoders
 from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.distributions import acceptance
@@ -40,32 +38,24 @@ LOOKED_AT = 1000
 
 
 @dataclass
-class Drawn:
+class Drawn(Run):
     """What one decoder drew of all prompts."""
 
-    results: list[DecodeResult]
-    seconds: float
-    pictures: list[Image.Image]
+    pictures: list[Image.Image] = field(default_factory=list)
 
     @property
-    def tokens(self) -> Tensor:
-        """(N, H, W)."""
-        return torch.cat([r.tokens for r in self.results])
-
-    @property
-    def steps(self) -> float:
-        """Forwards until a picture is finished, mean over the pictures."""
-        every = [s for r in self.results for s in r.stats.steps]
-        return sum(every) / len(every)
+    def per_picture(self) -> tuple[float, float]:
+        """Steps and seconds."""
+        return mean(self.steps), float(self.seconds().sum()) / len(self.pictures)
 
     def figures(self, name: str) -> dict[str, float]:
-        found = {f"steps/{name}": self.steps, f"seconds/{name}": self.seconds / len(self.pictures)}
-        tests = [pair for r in self.results for pair in r.stats.drafted.values()]
-        if total := sum(tested for _, tested in tests):
-            found[f"accepted/{name}"] = sum(kept for kept, _ in tests) / total
-        changed, committed = (sum(r.stats.changed[i] for r in self.results) for i in (0, 1))
-        if committed:
-            found[f"changed/{name}"] = changed / committed
+        total = Stats.total([part.result.stats for part in self.parts])
+        kept, tested = (sum(pair[i] for pair in total.drafted.values()) for i in (0, 1))
+        found = dict(zip((f"steps/{name}", f"seconds/{name}"), self.per_picture, strict=True))
+        if tested:
+            found[f"accepted/{name}"] = kept / tested
+        if total.change_rate is not None:
+            found[f"changed/{name}"] = total.change_rate
         return found
 
 
@@ -88,8 +78,7 @@ class Preview(Callback):
         self.prompts = choose(read_prompts(evaluate.prompts), evaluate.images) if evaluate.prompts else []
         self.kept: dict[str, Drawn] = {}
         """What decoders without heads drew."""
-        self.last = 0
-        """The step this was last done at."""
+        self.last = 0  # step
         self.able = True
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -118,31 +107,25 @@ class Preview(Callback):
         self.draw(trainer, module.backbone, heads, step)
 
     def draw(self, trainer: L.Trainer, backbone: Backbone, heads: MTPHeads | None, step: int) -> None:
-        """Rank 0 (`heads`) draws; the others meet it behind every batch, so that no wait gets longer than one."""
+        """Rank 0 (`heads`) draws; the others meet it after every batch, so that no wait gets longer than one."""
         found: dict[str, Drawn] = {}
-        figures: dict[str, float] = {}
         for decoder in self.decoders:
-            name, parts, seconds = self.name(decoder), [], 0.0
-            for numbers in [] if name in self.kept else batches(range(len(self.prompts)), self.config.batch_size):
+            name = self.name(decoder)
+            drawn = found[name] = self.kept.get(name) or Drawn(decoder, [[]])
+            for numbers in () if name in self.kept else batches(range(len(self.prompts)), self.config.batch_size):
                 if heads is not None:
                     loaded = Loaded(backbone, self.tokenizer, {heads.kind: heads}, self.prompts, self.sampling)
-                    begun = time.perf_counter()
-                    parts.append(loaded.draw(decoder, numbers, self.seed))
-                    synchronize(backbone.device)
-                    seconds += time.perf_counter() - begun
+                    drawn.passes[0].append(draw(loaded, decoder, numbers, self.seed))
                 trainer.strategy.barrier()
-            drawn = self.kept.get(name) or Drawn(parts, seconds, self.show(parts, backbone.device))
+            if heads is not None and not drawn.pictures:
+                drawn.pictures = self.show(drawn, backbone.device)
             if not decoder.kinds:
                 self.kept[name] = drawn
-            if heads is not None:
-                found[name] = drawn
-                figures |= drawn.figures(name)
-        if heads is None:
-            trainer.strategy.barrier()
-            return
-        if (ar := found.get("ar")) is not None:
-            figures |= self.along(backbone, heads, ar.tokens)
-        self.write(trainer, figures, found, step)
+        if heads is not None:
+            figures = {key: value for name, drawn in found.items() for key, value in drawn.figures(name).items()}
+            if "ar" in found:
+                figures |= self.along(backbone, heads, found["ar"].tokens)
+            self.write(trainer, figures, found, step)
         trainer.strategy.barrier()
 
     def name(self, decoder: DecoderSpec) -> str:
@@ -150,19 +133,17 @@ class Preview(Callback):
         alike = sum(decoder.name == other.name for other in self.decoders)
         return decoder.name if alike == 1 else decoder.text
 
-    def show(self, parts: Sequence[DecodeResult], device: torch.device) -> list[Image.Image]:
+    def show(self, drawn: Drawn, device: torch.device) -> list[Image.Image]:
         """On the backbone's device: a learned decoder takes minutes on a CPU."""
-        if not parts:
-            return []
         self.tokenizer.to(device)
-        pictures = [picture for part in parts for picture in self.tokenizer.pil(part.tokens)]
+        pictures = [picture for part in drawn.parts for picture in self.tokenizer.pil(part.result.tokens)]
         self.tokenizer.to("cpu")
         return pictures
 
     @torch.inference_mode()
     def along(self, backbone: Backbone, heads: MTPHeads, tokens: Tensor) -> dict[str, float]:
         """{acceptance_drawn/HEAD: mean of sum of min(p, q)} on pictures (N, H, W), as the decoder meets p and q."""
-        sums = {name: [0.0, 0] for name in heads.train_pairs(backbone.grid)}
+        found: dict[str, list[Tensor]] = {}
         for numbers in batches(range(len(tokens)), self.config.batch_size):
             part, prompts = tokens[list(numbers)], [self.prompts[i] for i in numbers]
             branches: list[list[Any]] = [prompts]
@@ -177,13 +158,12 @@ class Preview(Callback):
                 size = max(1, CHUNK // len(part))
                 for a, b in zip(true.split(size, dim=2), predicted.split(size, dim=2), strict=True):
                     p, q = (self.sampling.probabilities(heads.logits(backbone, x)) for x in (a, b))
-                    accepted = acceptance(p, q)
-                    sums[name][0] += float(accepted.sum())
-                    sums[name][1] += accepted.numel()
-        return {f"acceptance_drawn/{name}": total / count for name, (total, count) in sums.items() if count}
+                    found.setdefault(name, []).append(acceptance(p, q).flatten())
+        every = {name: torch.cat(parts) for name, parts in found.items()}
+        return {f"acceptance_drawn/{name}": float(x.mean()) for name, x in every.items() if x.numel()}
 
     def write(self, trainer: L.Trainer, figures: dict[str, float], found: dict[str, Drawn], step: int) -> None:
-        labels = [f"{name}\n{d.steps:.1f} steps\n{d.seconds / len(d.pictures):.2f} s" for name, d in found.items()]
+        labels = ["{}\n{:.1f} steps\n{:.2f} s".format(name, *d.per_picture) for name, d in found.items()]
         sheet = contact_sheet([d.pictures for d in found.values()], labels, self.prompts)
         for logger in trainer.loggers:
             logger.log_metrics(figures, step)
@@ -197,7 +177,7 @@ def private_copy(heads: MTPHeads, weights: dict[str, Tensor], backbone: Backbone
     """Heads of their own memory with these weights, `heads.NAME` as in the module, in the backbone's dtype."""
     prefix = "heads."
     mine = {k.removeprefix(prefix).replace("_orig_mod.", ""): v for k, v in weights.items() if k.startswith(prefix)}
-    with torch.random.fork_rng(devices=[]):  # new heads are born random
+    with torch.random.fork_rng(devices=[]):  # new heads draw random weights
         copy = type(heads)(heads.config, heads.trained_on)  # type: ignore[call-arg]
     copy.load_state_dict(mine)
     return copy.to(backbone.device, backbone.dtype).requires_grad_(False).eval()

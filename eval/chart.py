@@ -38,16 +38,9 @@ def speed_chart(rows: Sequence[dict[str, Any]], labels: Sequence[str], title: st
     axes.set_yscale("symlog", linthresh=0.1, linscale=1.0)
     axes.axhline(0, color="0.6", linewidth=0.8, zorder=0)
     for r in rows:
-        mean, low, high = r["excess_surprise"]
-        axes.errorbar(
-            r["speedup"],
-            mean,
-            yerr=[[max(0.0, mean - low)], [max(0.0, high - mean)]],
-            fmt="o",
-            markersize=6,
-            elinewidth=0.8,
-            **_paint(r, colour),
-        )
+        mean, low, high = r["excess_nll"]
+        interval = [[max(0.0, mean - low)], [max(0.0, high - mean)]]
+        axes.errorbar(r["speedup"], mean, interval, fmt="o", markersize=6, elinewidth=0.8, **_paint(r, colour))
     least, most = (f(r["speedup"] for r in rows) for f in (min, max))
     axes.set_xlim(least / 1.15, most * 1.15)
     axes.set_xlabel("speed-up over AR (same prompts, same process)")
@@ -63,33 +56,18 @@ def speed_chart(rows: Sequence[dict[str, Any]], labels: Sequence[str], title: st
     axes.grid(color="0.92", linewidth=0.6, zorder=0)
 
     figure.canvas.draw()  # only now the points' places are known
-    pixels = axes.transData.transform([(r["speedup"], r["excess_surprise"][0]) for r in rows])
+    pixels = axes.transData.transform([(r["speedup"], r["excess_nll"][0]) for r in rows])
     points = [(float(x), float(y)) for x, y in pixels * 72 / figure.dpi]
-    for i, (dx, dy) in enumerate(places(points)):
-        axes.annotate(
-            str(i + 1),
-            (rows[i]["speedup"], rows[i]["excess_surprise"][0]),
-            (dx, dy),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            fontsize=7.5,
-            color=colour[rows[i]["decoder"]],
-            arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.5} if abs(dx) + abs(dy) > 16 else None,
-        )
+    centred: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": 7.5}
+    for i, (r, (dx, dy)) in enumerate(zip(rows, places(points), strict=True)):
+        line = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.5} if abs(dx) + abs(dy) > 16 else None
+        at = r["speedup"], r["excess_nll"][0]
+        axes.annotate(str(i + 1), at, (dx, dy), color=colour[r["decoder"]], arrowprops=line, **centred)
     marks = [Line2D([], [], marker="o", linestyle="", markersize=5, **_paint(r, colour)) for r in rows]
-    figure.legend(
-        marks,
-        [f"{i + 1}  {label}" for i, label in enumerate(labels)],
-        loc="upper left",
-        bbox_to_anchor=(7.1 / width, 1 - 0.2 / height),
-        fontsize=7.5,
-        labelspacing=0.3,
-        frameon=False,
-        title="filled: exact, hollow: lossy",
-        title_fontsize=7.5,
-        alignment="left",
-    )
+    texts = [f"{i + 1}  {label}" for i, label in enumerate(labels)]
+    look: dict[str, Any] = {"loc": "upper left", "alignment": "left", "frameon": False, "labelspacing": 0.3}
+    look |= {"title": "filled: exact, hollow: lossy", "fontsize": 7.5, "title_fontsize": 7.5}
+    figure.legend(marks, texts, bbox_to_anchor=(7.1 / width, 1 - 0.2 / height), **look)
     with atomic(path) as temporary:
         figure.savefig(temporary, format="png", metadata={"Software": None})
 
@@ -106,8 +84,8 @@ def places(points: Sequence[tuple[float, float]], width: float = 10, height: flo
     for x, y in points:
         spots = [(r * cos(turn), r * sin(turn)) for r in RADII for turn in TURNS]
         boxes = [(x + dx - width / 2, y + dy - height / 2, x + dx + width / 2, y + dy + height / 2) for dx, dy in spots]
-        free = [k for k, box in enumerate(boxes) if not any(_touch(box, other) for other in taken)]
-        best = free[0] if free else len(spots) - 1
+        free = (k for k, box in enumerate(boxes) if not any(_touch(box, other) for other in taken))
+        best = next(free, len(spots) - 1)
         taken.append(boxes[best])
         found.append(spots[best])
     return found

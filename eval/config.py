@@ -19,9 +19,7 @@ class EvaluateConfig:
     images: int = key(8, "prompts that are drawn", least=1)
     prompts: str = key("", "text file of prompts, or emoji:validation; '' = captions of the validation set")
     decoders: str = key("ar,ssd,ssd_coupled", "what draws them; those that cannot draft with the heads are left out")
-    batch_size: int = key(
-        4, "pictures drawn together: two branches each, and a cache, beside what training holds", least=1
-    )
+    batch_size: int = key(4, "pictures drawn together; with guidance each takes two branches and a cache", least=1)
 
     def check(self, kind: str) -> None:
         """`kind` of heads. Raises ValueError naming the field."""

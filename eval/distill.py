@@ -7,6 +7,7 @@ torchrun process r of n draws blocks r, r + n, ...
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,8 @@ from draftgrid.heads.mtp import MTPHeads
 def check_exact(decoder: DecoderSpec) -> None:
     """Raises ValueError for a decoder whose pictures are not distributed as the backbone's own."""
     if not decoder.exact:
-        raise ValueError(
-            f"decoder {decoder.text} is lossy: its pictures are not the backbone's own; save=shards needs an exact one "
-            "(ar, scd, ssd_coupled, ...)"
-        )
+        right = "save=shards needs an exact one (ar, scd, ssd_coupled, ...)"
+        raise ValueError(f"decoder {decoder.text} is lossy: its pictures are not the backbone's own; {right}")
 
 
 def distill(
@@ -41,15 +40,12 @@ def distill(
     """
     check_exact(decoder)
     rank, world, _ = processes()
-    prompts, sampling = loaded.prompts, loaded.sampling
+    prompts = loaded.prompts
     settings = {
         "backbone": loaded.backbone.fingerprint,
         "decoder": decoder.text,
         "heads": {kind: _digest(heads) for kind, heads in loaded.heads.items()},
-        "guidance": sampling.guidance,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
+        **asdict(loaded.sampling),
         "seed": seed,
     }
     plan: dict[str, Any] = settings | {
@@ -116,25 +112,17 @@ def _draw(
 
 def _pack(loaded: Loaded, out: Path, settings: dict, blocks: Sequence[range], shards: int) -> None:
     """Blocks -> shards and the manifest, one shard's pictures in memory at a time."""
-    codes, grid, prompts = loaded.tokenizer.codebook_size, loaded.backbone.grid, loaded.prompts
+    codes, prompts = loaded.tokenizer.codebook_size, loaded.prompts
     size = len(blocks[0])
     done = []
     for index, part in enumerate(np.array_split(np.arange(len(prompts)), shards)):
         samples = []
-        for first in range(part[0] // size * size, part[-1] + 1, size):
-            numbers = range(first, min(first + size, len(prompts)))
+        for numbers in blocks[part[0] // size : part[-1] // size + 1]:
             for i, tokens in zip(numbers, np.load(_block(out, numbers)), strict=True):
                 if part[0] <= i <= part[-1]:
                     samples.append(Sample(f"{i:08d}", tokens, prompts[i], {"source": "self", "number": i}))
         done.append(write_shard(out / shard_name(index), samples, codes))
-    source = f"self:{loaded.backbone.name}"
-    Manifest(
-        (grid.height, grid.width),
-        loaded.tokenizer.fingerprint,
-        codes,
-        source,
-        "that of the backbone's pictures",
-        "train",
-        tuple(done),
-        sampling=settings,
-    ).save(out)
+    grid = loaded.backbone.grid.height, loaded.backbone.grid.width
+    source, license = f"self:{loaded.backbone.name}", "that of the backbone's pictures"
+    fingerprint = loaded.tokenizer.fingerprint
+    Manifest(grid, fingerprint, codes, source, license, "train", tuple(done), sampling=settings).save(out)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -20,6 +21,7 @@ from draftgrid.data.encode import processes
 from draftgrid.data.sources import read_prompts
 from draftgrid.eval.decoders import default_decoder
 from draftgrid.eval.distill import check_exact, distill
+from draftgrid.eval.measure import batches
 from draftgrid.eval.setup import EvalConfig, load, parse_decoders
 
 
@@ -60,28 +62,25 @@ def run(config: GenerateConfig) -> None:
         if manifest:
             print(f"{manifest.samples} samples in {len(manifest.shards)} shards: {out}")
         return
-    records, pictures, taken = [], [], []
+    records: list[dict[str, Any]] = []
+    pictures = []
     prompts, grid = loaded.prompts, loaded.backbone.grid
     with tqdm(total=len(prompts) * grid.height, desc=f"draw with {decoder.name}", unit="row") as bar:
-        for start in range(0, len(prompts), config.batch_size):
-            numbers = range(start, min(start + config.batch_size, len(prompts)))
+        for numbers in batches(range(len(prompts)), config.batch_size):
             result = loaded.draw(decoder, numbers, config.seed, partial(_advance, bar, bar.n, len(numbers)))
             drawn = zip(numbers, loaded.tokenizer.pil(result.tokens, config.scale), result.stats.steps, strict=True)
-            taken += result.stats.steps
             for i, picture, steps in drawn:
                 file = f"{i:04d}-{re.sub(r'[^a-z0-9]+', '-', prompts[i].lower()).strip('-')[:60]}.png"
                 with atomic(out / file) as temporary:
                     picture.save(temporary, "PNG")
                 pictures.append(picture)
                 records.append({"file": file, "prompt": prompts[i], "steps": steps, "exact": result.exact})
-    columns = min(8, len(pictures))
     with atomic(out / "sheet.png") as temporary:
-        contact_sheet([pictures[i : i + columns] for i in range(0, len(pictures), columns)]).save(temporary, "PNG")
-    write_json(
-        out / "pictures.json",
-        {"decoder": decoder.name, "settings": decoder.settings, "seed": config.seed, "pictures": records},
-    )
-    print(f"pictures by {decoder.text}: {len(pictures)}, {mean(taken):.1f} steps each: {out / 'sheet.png'}")
+        contact_sheet(list(batches(pictures, 8))).save(temporary, "PNG")
+    report = {"decoder": decoder.name, "settings": decoder.settings, "seed": config.seed, "pictures": records}
+    write_json(out / "pictures.json", report)
+    taken = mean(record["steps"] for record in records)
+    print(f"pictures by {decoder.text}: {len(pictures)}, {taken:.1f} steps each: {out / 'sheet.png'}")
 
 
 def _advance(bar: tqdm, before: int, batch: int, rows: int, _: object) -> None:

@@ -1,15 +1,14 @@
 """What decoding costs at the size of the published models, without their weights: random ones, real architecture.
 
 AR and SSD take the same steps whatever the weights are, so their seconds are real ones. A whole AR picture takes
-minutes; its steps are timed at five lengths of the cache and summed over the picture. Eagerly and compiled. Beside this
-checkout only torch, transformers and safetensors are needed.
+minutes; its steps are timed at five lengths of the cache and summed over the picture. All is measured eagerly and
+compiled. Besides this checkout only torch, transformers and safetensors are needed.
 
 draftgrid latency                                       the three families, on a GPU, in minutes
 draftgrid latency backbones=emu3 layers=2 grid=[4,90]   as a check, on a CPU
 """
 
 import gc
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,20 +26,21 @@ from draftgrid.common.device import pick_device
 from draftgrid.common.environment import machine
 from draftgrid.common.files import write_json
 from draftgrid.common.packages import need
-from draftgrid.common.timing import synchronize, timed
+from draftgrid.common.table import table as columns_of
+from draftgrid.common.timing import timed
 from draftgrid.eval.decoders import Sampling, make_policy
 from draftgrid.eval.decoders.engine import Canvas, steps
 from draftgrid.eval.decoders.randomness import SeededSource
-from draftgrid.eval.measure import step_cost
+from draftgrid.eval.measure import draw, step_cost
 from draftgrid.eval.setup import DecoderSpec, Loaded, parse_decoders
-from draftgrid.heads.backbones.base import Backbone, DecodeState
+from draftgrid.heads.backbones.base import Backbone
 from draftgrid.heads.backbones.random import random_backbone
 from draftgrid.heads.backbones.registry import families, find_family
 from draftgrid.heads.config import HeadsConfig
 from draftgrid.heads.mtp import new_heads
 
 PLACES, STEPS, WARM = 5, 30, 3
-"""AR is timed at so many lengths of the cache, over so many steps, behind so many untimed ones."""
+"""AR is timed at so many lengths of the cache, over so many steps, after so many untimed ones."""
 UNTIMED = 2
 """Pictures of a decoder before the clock runs: kernels are chosen in the first, graphs recorded in the second."""
 CAPTION = ["random"]
@@ -138,13 +138,16 @@ def measure(loaded: Loaded, decoders: Sequence[DecoderSpec], repeats: int, bar: 
     grid, W = loaded.backbone.grid, loaded.backbone.grid.width
     lengths = [n for n in (1, W, 2 * W, 3 * W) if grid.height // 2 * W + n < grid.positions]
     ar = ar_steps(loaded, bar)
-    forwards, draft = step_cost(loaded, repeats=5 * repeats, lengths=lengths)
+    forwards, draft = step_cost(loaded, lengths, repeats=5 * repeats)
     bar.update()
     rows = []
     seconds = picture(ar, grid.positions)
     for decoder in decoders:
-        drawn = [draw(loaded, decoder, bar) for _ in range(UNTIMED + repeats)][UNTIMED:]
-        whole, nfe = median(s for s, _ in drawn), drawn[0][1]
+        drawn = []
+        for _ in range(UNTIMED + repeats):
+            drawn.append(draw(loaded, decoder, [0], seed=0))
+            bar.update()
+        whole, nfe = median(part.seconds for part in drawn[UNTIMED:]), drawn[0].result.stats.nfe
         rates = {"per_step": whole / nfe, "speedup": seconds / whole}
         rows.append({"decoder": decoder.text, "steps": nfe, "seconds": whole, **rates})
     return {
@@ -153,16 +156,6 @@ def measure(loaded: Loaded, decoders: Sequence[DecoderSpec], repeats: int, bar: 
         "draft_row": draft,
         "decoders": rows,
     }
-
-
-def draw(loaded: Loaded, decoder: DecoderSpec, bar: tqdm) -> tuple[float, int]:
-    """(seconds, forwards) of one picture."""
-    begun = time.perf_counter()
-    result = loaded.draw(decoder, [0], seed=0)
-    synchronize(loaded.backbone.device)
-    seconds = time.perf_counter() - begun
-    bar.update()
-    return seconds, result.stats.nfe
 
 
 def picture(by_cache: Sequence[tuple[int, float]], positions: int) -> float:
@@ -194,19 +187,12 @@ def resume(loaded: Loaded, tokens: Tensor, place: int) -> tuple[Canvas, Iterator
     canvas = Canvas(backbone, None, loaded.sampling, SeededSource(0), [0])
     canvas.tokens[:, :place] = tokens[:, :place].to(canvas.tokens.device)
     state, h = backbone.start(CAPTION, loaded.sampling.guidance)
-    if place:
-        h = _fill(backbone, state, canvas.tokens[:, :place])
+    rows = 4 * backbone.grid.width
+    for n in range(0, place, rows):
+        h = backbone.forward(state, canvas.tokens[:, n : min(n + rows, place)], [n])[:, :, -1:]  # (G, 1, 1, D)
     canvas.committed = [place]
     policy.begin(canvas)
     return canvas, steps(canvas, policy, state, h)
-
-
-def _fill(backbone: Backbone, state: DecodeState, tokens: Tensor) -> Tensor:
-    """Read tokens (1, N), some rows at a time -> h (G, 1, 1, D) behind the last."""
-    rows = 4 * backbone.grid.width
-    for n in range(0, tokens.shape[1], rows):
-        h = backbone.forward(state, tokens[:, n : n + rows], [n])
-    return h[:, :, -1:]
 
 
 def table(found: dict[str, Any]) -> str:
@@ -217,17 +203,16 @@ def table(found: dict[str, Any]) -> str:
         f"{found['dtype']}, {height}x{width}, guidance {found['guidance']:g}, one picture at a time"
     ]
     eager = found["modes"]["eager"]["ar"]["seconds"]
-    lines.append(f"  {'':<34}{'steps':>7}{'s/image':>10}{'ms/step':>10}{'over eager AR':>15}{'over its own':>14}")
+    rows = [["", "steps", "s/image", "ms/step", "over eager AR", "over its own"]]
     for mode, m in found["modes"].items():
         ar = {"decoder": "ar", "speedup": 1.0, **m["ar"], "per_step": m["ar"]["seconds"] / m["ar"]["steps"]}
         for r in (ar, *m["decoders"]):
-            name = f"{r['decoder']}, {mode}"
-            lines.append(
-                f"  {name:<34}{r['steps']:>7}{r['seconds']:>10.2f}{1000 * r['per_step']:>10.2f}"
-                f"{eager / r['seconds']:>14.1f}x{r['speedup']:>13.1f}x"
-            )
+            seconds = [f"{r['seconds']:.2f}", f"{1000 * r['per_step']:.2f}"]
+            ratios = [f"{eager / r['seconds']:.1f}x", f"{r['speedup']:.1f}x"]
+            rows.append([f"{r['decoder']}, {mode}", str(r["steps"]), *seconds, *ratios])
+    lines += columns_of(rows)
     for mode, m in found["modes"].items():
-        by_cache, forward = (_cells(m[group]) for group in ("ar", "forward"))
+        by_cache, forward = (milliseconds(times) for times in (m["ar"]["by_cache"], m["forward"]))
         lines.append(f"  {mode}: AR step by tokens in the cache, ms: {by_cache}")
         lines.append(f"  {mode}: forward over tokens, the cache half full, ms: {forward}")
         if draft := m["draft_row"]:
@@ -236,8 +221,9 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cells(group: dict[str, Any]) -> str:
-    return ", ".join(f"{n}: {1000 * t:.1f}" for n, t in group.get("by_cache", group).items())
+def milliseconds(cost: dict[str, float]) -> str:
+    """{L: seconds} as text."""
+    return ", ".join(f"{n}: {1000 * t:.1f}" for n, t in cost.items())
 
 
 command = partial(main, run, LatencyConfig, __doc__, plain=True)

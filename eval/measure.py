@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from draftgrid.eval.setup import DecoderSpec, Loaded, spread
 from draftgrid.heads.grid import TokenGrid
 from draftgrid.heads.offsets import OffsetHeads
 
+T = TypeVar("T")
 LENGTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
 
@@ -96,6 +98,15 @@ class Run:
         return np.array([[part.seconds for part in once] for once in self.passes])
 
 
+def draw(loaded: Loaded, decoder: DecoderSpec, numbers: Sequence[int], seed: int, phases: bool = False) -> DrawnBatch:
+    """The pictures of these numbers of the prompts, drawn together on the clock."""
+    synchronize(loaded.backbone.device)
+    begun = time.perf_counter()
+    result = loaded.draw(decoder, numbers, seed, phases=phases)
+    synchronize(loaded.backbone.device)
+    return DrawnBatch(numbers, result, time.perf_counter() - begun)
+
+
 def measure(loaded: Loaded, decoders: Sequence[DecoderSpec], plan: Plan, bar: tqdm) -> list[Run]:
     """Draw all prompts with every decoder; they take turns, so a slow minute hits all alike."""
     runs = [Run(decoder) for decoder in decoders]
@@ -103,28 +114,26 @@ def measure(loaded: Loaded, decoders: Sequence[DecoderSpec], plan: Plan, bar: tq
     clocked = plan.clocked(images)
     rest = sorted(set(range(images)) - set(clocked))
 
-    def draw(run: Run, numbers: Sequence[int], phases: bool = False) -> DrawnBatch:
-        synchronize(loaded.backbone.device)
-        begun = time.perf_counter()
-        result = loaded.draw(run.decoder, numbers, plan.seed, phases=phases)
-        synchronize(loaded.backbone.device)
-        part = DrawnBatch(numbers, result, time.perf_counter() - begun)
-        bar.update(len(numbers))
-        return part
+    def draw_all(run: Run, numbers: Sequence[int], size: int, phases: bool = False) -> list[DrawnBatch]:
+        parts = []
+        for part in batches(numbers, size):
+            parts.append(draw(loaded, run.decoder, part, plan.seed, phases))
+            bar.update(len(part))
+        return parts
 
     for run in runs if plan.warm_up else ():
-        draw(run, clocked[: plan.batch_size])
+        draw_all(run, clocked[: plan.batch_size], plan.batch_size)
     for _ in range(plan.repeats):
         for run in runs:
-            run.passes.append([draw(run, numbers) for numbers in batches(clocked, plan.batch_size)])
+            run.passes.append(draw_all(run, clocked, plan.batch_size))
     for run in runs:
-        run.phased = [draw(run, numbers, phases=True) for numbers in batches(clocked, plan.batch_size)]
-        run.rest = [draw(run, numbers) for numbers in batches(rest, plan.quality_batch)]
+        run.phased = draw_all(run, clocked, plan.batch_size, phases=True)
+        run.rest = draw_all(run, rest, plan.quality_batch)
     return runs
 
 
-def batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    return (numbers[i : i + size] for i in range(0, len(numbers), size))
+def batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
 
 
 def speedup(ar: Run, run: Run, seed: int = 0, draws: int = 2000) -> tuple[float, list[float]]:
@@ -145,24 +154,18 @@ def lengths_on(grid: TokenGrid, windows: Sequence[int] = ()) -> list[int]:
 
 @torch.inference_mode()
 def step_cost(
-    loaded: Loaded,
-    batch: int = 1,
-    windows: Sequence[int] = (),
-    repeats: int = 15,
-    lengths: Sequence[int] = (),
+    loaded: Loaded, lengths: Sequence[int], batch: int = 1, repeats: int = 15
 ) -> tuple[dict[int, float], dict[str, float] | None]:
     """{L: median seconds of a forward over L image tokens, the cache half full}, and what drafting a row takes.
 
-    `lengths` are the L, in place of those that a chart needs and of `windows`. A drafted row is all an offset head
-    costs in decoding: W cells through it, the final norm, LM head, the sampling pipeline and the draw; `seconds`
-    repeated alone, as the forwards are, and `seconds_in_loop` right behind a forward, which has emptied the caches.
-    None without offset heads.
+    A drafted row is all an offset head costs in decoding: W cells through it, the final norm, LM head, the sampling
+    pipeline and the draw; `seconds` repeated alone, as the forwards are, and `seconds_in_loop` right after a forward,
+    which has emptied the caches. None without offset heads.
     """
     backbone, sampling = loaded.backbone, loaded.sampling
     heads = loaded.heads.get("offsets")
     grid, device = backbone.grid, backbone.device
     half = max(1, grid.height // 2 * grid.width)
-    lengths = lengths or lengths_on(grid, windows)
     prompts = loaded.prompts[:batch]
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(backbone.image_vocab_size, (len(prompts), grid.positions), generator=generator).to(device)
@@ -193,19 +196,14 @@ def step_cost(
     cost = {n: median(t) for n, t in times.items()}
     if heads is None or not alone:
         return cost, None
-    forward = interpolate(cost, grid.width)
-    draft = {"seconds": median(alone), "seconds_in_loop": median(in_loop)}
-    return cost, {**draft, "share_of_forward": draft["seconds"] / forward}
+    share = median(alone) / cost[grid.width]
+    return cost, {"seconds": median(alone), "seconds_in_loop": median(in_loop), "share_of_forward": share}
 
 
 def interpolate(cost: dict[int, float], length: float) -> float:
     """Seconds of a forward over `length` tokens, linear between the measured lengths."""
     known = sorted(cost)
-    length = min(max(length, known[0]), known[-1])
-    high = next(n for n in known if n >= length)
-    low = max(n for n in known if n <= length)
-    share = 0.0 if high == low else (length - low) / (high - low)
-    return cost[low] + share * (cost[high] - cost[low])
+    return float(np.interp(length, known, [cost[n] for n in known]))
 
 
 @torch.inference_mode()
@@ -230,6 +228,5 @@ def accept_cost(device: torch.device, repeats: int = 9) -> dict[str, float]:
         "top_p": lambda: Sampling(top_p=0.9).probabilities(logits[None]),
     }
     seconds = {name: median([timed(call, device) for _ in range(repeats)]) for name, call in calls.items()}
-    return {"softmax_seconds": seconds["softmax"]} | {
-        name: seconds[name] / seconds["softmax"] for name in ("maximal", "gumbel", "top_k", "top_p")
-    }
+    softmax = seconds.pop("softmax")
+    return {"softmax_seconds": softmax} | {name: s / softmax for name, s in seconds.items()}

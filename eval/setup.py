@@ -1,9 +1,8 @@
 """What `eval.generate` and `eval.bench` share: their keys, and loading backbone, heads and tokenizer from them."""
 
-import inspect
-import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,7 @@ class DecoderSpec:
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
-    drafts: str = ""
-    """The kind of heads it was told to draft with; '' = the first it prefers of those that are loaded."""
+    """The policy's own settings, and perhaps `drafts`: the kind of heads to draft with, not its first choice."""
 
     def make(self) -> Policy:
         """A fresh one: a policy draws one batch."""
@@ -64,7 +62,7 @@ class DecoderSpec:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of heads it may get, best first; empty = it uses none."""
-        return (self.drafts,) if self.drafts else DECODERS[self.name].drafts_with
+        return (self.settings["drafts"],) if "drafts" in self.settings else DECODERS[self.name].drafts_with
 
     @property
     def text(self) -> str:
@@ -85,7 +83,7 @@ class Loaded:
     prompts: list[str]
     sampling: Sampling = field(default_factory=Sampling)
     place: str = ""
-    """Where the heads lie, as `heads=` names it."""
+    """Where the heads are, as given in `heads=`."""
 
     def draw(
         self,
@@ -96,44 +94,30 @@ class Loaded:
         phases: bool = False,
     ) -> DecodeResult:
         """The pictures of these numbers of the prompts, drawn together; `phases` as in `engine.run`."""
-        return decode(
-            self.backbone,
-            [self.prompts[i] for i in numbers],
-            decoder.make(),
-            self.sampling,
-            self.heads.get(decoder.pick(self.heads) or ""),
-            seed,
-            numbers,
-            tokenizer=self.tokenizer,
-            callback=callback,
-            phases=phases,
-        )
+        prompts = [self.prompts[i] for i in numbers]
+        heads = self.heads.get(decoder.pick(self.heads) or "")
+        more: dict[str, Any] = {"tokenizer": self.tokenizer, "callback": callback, "phases": phases}
+        return decode(self.backbone, prompts, decoder.make(), self.sampling, heads, seed, numbers, **more)
 
 
 def load(config: EvalConfig, decoders: Sequence[DecoderSpec]) -> Loaded:
     """Check the cheap things first, then load. Raises ValueError."""
-    from draftgrid.data.sources import (
-        read_prompts,  # reads pictures too, with a library that latency alone need not have
-    )
+    # It reads pictures too, with a library that latency alone need not have.
+    from draftgrid.data.sources import read_prompts
 
     check_ranges(config)
     sampling = Sampling(config.guidance, config.temperature, config.top_k, config.top_p)
-    config = replace(config, images=min(config.images, 2) if config.smoke else config.images)
-    prompts = choose(read_prompts(config.prompts), config.images)
+    prompts = choose(read_prompts(config.prompts), min(config.images, 2) if config.smoke else config.images)
     device = pick_device(config.device)
     if config.grid and len(config.grid) != 2:
         raise ValueError(f"grid is {config.grid}; use [rows, columns]")
     place = demo_heads(decoders) if config.heads == "auto" else config.heads
     folders = find_heads(place, decoders, config.local_files_only)
     grid = (config.grid[0], config.grid[1]) if config.grid else None
-    local = config.local_files_only
-    backbone = load_backbone(
-        config.backbone, adapter=config.adapter or None, grid=grid, device=device, local_files_only=local
-    )
-    heads = {
-        kind: MTPHeads.from_pretrained(folder, backbone, local_files_only=local) for kind, folder in folders.items()
-    }
-    tokenizer = load_tokenizer(config.tokenizer or config.backbone, device, local_files_only=local)
+    hub: dict[str, Any] = {"local_files_only": config.local_files_only}
+    backbone = load_backbone(config.backbone, adapter=config.adapter or None, grid=grid, device=device, **hub)
+    heads = {kind: MTPHeads.from_pretrained(folder, backbone, **hub) for kind, folder in folders.items()}
+    tokenizer = load_tokenizer(config.tokenizer or config.backbone, device, **hub)
     backbone.check_codes(tokenizer.codebook_size)
     if config.compile:
         backbone.compile_decoding()
@@ -192,9 +176,8 @@ def _maker(kind: str) -> str:
 
 def choose(prompts: list[str], count: int) -> list[str]:
     """`count` prompts spread evenly over the list, repeated if the list is shorter."""
-    if count >= len(prompts):
-        return [prompts[i % len(prompts)] for i in range(count)]
-    return [prompts[i] for i in spread(count, len(prompts))]
+    numbers = spread(count, len(prompts)) if count < len(prompts) else range(count)
+    return [prompts[i % len(prompts)] for i in numbers]
 
 
 def spread(count: int, of: int) -> list[int]:
@@ -214,27 +197,22 @@ def parse_decoder(text: str) -> DecoderSpec:
         setting, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"decoder {text!r}: {part!r} is not setting=value, as in ssd:rounds=2")
-        settings[setting] = int(value) if re.fullmatch(r"-?\d+", value) else _number(value)
-    drafts = str(settings.get("drafts", ""))
-    decoder = DecoderSpec(name, settings, drafts)
+        settings[setting] = _value(value)
+    decoder = DecoderSpec(name, settings)
     kinds = decoder.make().drafts_with
-    if "drafts" in settings and drafts not in kinds:
+    if "drafts" in settings and settings["drafts"] not in kinds:
         uses = f"{name} drafts with {' or '.join(kinds)} heads" if kinds else f"{name} drafts without heads"
-        raise ValueError(f"decoder {text!r}: drafts is {drafts!r}, but {uses}")
+        raise ValueError(f"decoder {text!r}: drafts is {settings['drafts']!r}, but {uses}")
     return decoder
 
 
-def _number(value: str) -> float | str:
-    try:
-        return float(value)
-    except ValueError:
-        return value
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def parse_decoders(text: str) -> list[DecoderSpec]:
     """A comma-separated list of decoders."""
     return [parse_decoder(part) for part in text.split(",")]
-
-
-def has_setting(decoder: DecoderSpec, setting: str) -> bool:
-    return setting in inspect.signature(DECODERS[decoder.name]).parameters

@@ -18,7 +18,7 @@ from draftgrid.eval.decoders import DECODERS, Sampling, decode, make_policy
 from draftgrid.eval.generate import GenerateConfig
 from draftgrid.eval.generate import run as generate
 from draftgrid.eval.measure import DrawnBatch, Plan, Run, interpolate, lengths_on, measure, speedup
-from draftgrid.eval.metrics.likelihood import bootstrap, surprise
+from draftgrid.eval.metrics.likelihood import bootstrap, likelihood
 from draftgrid.eval.setup import DecoderSpec, demo_heads, load, parse_decoder, parse_decoders
 from draftgrid.eval.suites import every
 from draftgrid.heads.backbones import load_backbone
@@ -63,12 +63,12 @@ def test_bench_writes_the_schema_with_ar_first(world: World, heads: Path, tmp_pa
     ]
     assert [r["nfe"] for r in report["rows"]] == [16, 12, 6]
     fields = "decoder settings exact images nfe tokens_forwarded seconds_per_image seconds_draft seconds_forward"
-    fields += " seconds_verify speedup speedup_allowed nll excess_surprise acceptance change_rate"
+    fields += " seconds_verify speedup speedup_allowed nll excess_nll acceptance change_rate"
     fields += " drafts timed nfe_timed nfe_interval draft_share speedup_interval"
     for row in report["rows"]:
         assert set(fields.split()) <= set(row)
-        low, high = row["excess_surprise"][1:]
-        assert row["images"] == 3 and low <= row["excess_surprise"][0] <= high
+        low, high = row["excess_nll"][1:]
+        assert row["images"] == 3 and low <= row["excess_nll"][0] <= high
     assert set(report["rows"][2]["acceptance"]) == {"right1", "right2", "right3", "down1", "down2"}
     printed = capsys.readouterr().out
     assert "ssd rounds=1 rows=2" in printed and "lossy" in printed and "exact" in printed
@@ -319,7 +319,7 @@ def test_forwards_are_timed_up_to_the_longest_window_the_grid_has_room_for() -> 
 
 def test_the_speed_picture_is_the_same_bytes_and_fills_markers_of_exact_rows_only(tmp_path: Path) -> None:
     def row(decoder: str, speedup: float, exact: bool) -> dict:
-        return {"decoder": decoder, "speedup": speedup, "exact": exact, "excess_surprise": [0.0, -0.01, 0.02]}
+        return {"decoder": decoder, "speedup": speedup, "exact": exact, "excess_nll": [0.0, -0.01, 0.02]}
 
     def dark(exact: bool, name: str) -> int:
         speed_chart([row("ar", 1, True), row("ssd", 3, exact)], ["ar", "ssd"], "title", tmp_path / name)
@@ -338,11 +338,11 @@ def test_numbers_beside_crowded_points_do_not_cover_each_other() -> None:
         assert all(abs(x - u) >= 10 or abs(y - v) >= 8 for u, v in spots[:i])
 
 
-def test_surprise_equals_sums_over_the_pictures_own_logits() -> None:
+def test_likelihood_equals_sums_over_the_pictures_own_logits() -> None:
     backbone = tiny_emu3((2, 3))
     tokens = torch.randint(24, (2, 2, 3), generator=torch.Generator().manual_seed(0))
     sampling = Sampling(guidance=2.0, temperature=0.7)
-    nll, excess = surprise(backbone, tokens, ["blue", "a red apple"], sampling)
+    nll, excess = likelihood(backbone, tokens, ["blue", "a red apple"], sampling)
     for b, prompt in enumerate(["blue", "a red apple"]):
         c, u = (backbone.logits(backbone.states(tokens[b : b + 1], [p])[0])[0] for p in (prompt, None))
         p = ((u + 2 * (c - u)) / 0.7).softmax(-1).flatten(0, 1).tolist()
@@ -352,7 +352,7 @@ def test_surprise_equals_sums_over_the_pictures_own_logits() -> None:
         assert excess[b].item() == pytest.approx((sum(picked) - sum(entropies)) / 6, abs=1e-4)
 
 
-def test_excess_surprise_of_the_exact_law_is_zero_and_of_a_colder_one_negative() -> None:
+def test_excess_nll_of_the_exact_distribution_is_zero_and_of_a_colder_one_negative() -> None:
     """Expectation over every picture of a table backbone: no sampling."""
 
     class Table(TableBackbone):
@@ -362,7 +362,7 @@ def test_excess_surprise_of_the_exact_law_is_zero_and_of_a_colder_one_negative()
 
     backbone = Table((2, 2), 2)
     pictures = torch.tensor(list(backbone.law(Sampling()))).view(-1, 2, 2)
-    _, excess = surprise(backbone, pictures, ["x"] * len(pictures), Sampling())
+    _, excess = likelihood(backbone, pictures, ["x"] * len(pictures), Sampling())
     for temperature, check in ((1.0, lambda v: abs(v) < 1e-9), (0.8, lambda v: v < -0.02)):
         weights = torch.tensor(list(backbone.law(Sampling(temperature=temperature)).values()), dtype=torch.float64)
         assert check(float((weights * excess).sum()))

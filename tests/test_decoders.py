@@ -15,7 +15,7 @@ from draftgrid.eval.decoders.engine import run
 from draftgrid.eval.decoders.kernels import transport
 from draftgrid.eval.decoders.randomness import SeededSource, Where
 from draftgrid.eval.decoders.ssd import SSD
-from draftgrid.eval.metrics.likelihood import surprise
+from draftgrid.eval.metrics.likelihood import likelihood
 from draftgrid.heads.config import HeadsConfig
 from draftgrid.heads.grid import Offset
 from draftgrid.heads.mtp import new_heads
@@ -320,7 +320,7 @@ def test_non_square_grids_are_filled_row_by_row(grid, settings: dict) -> None:
 
 def test_the_mix_is_splitmix64s_finalizer() -> None:
     """Both forms against the definition: Python's integers do not wrap unless told to."""
-    from draftgrid.eval.decoders.randomness import _mix, _mix_int
+    from draftgrid.eval.decoders.randomness import _mix
 
     def by_hand(x: int) -> int:
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -329,8 +329,8 @@ def test_the_mix_is_splitmix64s_finalizer() -> None:
 
     values = [0, 1, 2**63, 2**64 - 1, 0x123456789ABCDEF]
     assert [int(v) for v in _mix(np.array(values, np.uint64))] == [by_hand(v) for v in values]
-    assert [_mix_int(v) for v in values] == [by_hand(v) for v in values]
-    assert _mix_int(-1) == by_hand(2**64 - 1)
+    assert [_mix(v) for v in values] == [by_hand(v) for v in values]
+    assert _mix(-1) == by_hand(2**64 - 1)
 
 
 def test_guided_greedy_ar_takes_the_argmax_of_the_mixed_branches() -> None:
@@ -430,7 +430,7 @@ def test_phases_are_timed_only_when_asked_for() -> None:
 def test_likelihood_in_chunks_is_that_of_all_positions_at_once(guidance: float) -> None:
     backbone = tiny_emu3((3, 4))
     tokens = decode_by_default(backbone, CAPTIONS[:2], decoder="ar").tokens
-    whole = surprise(backbone, tokens, CAPTIONS[:2], Sampling(guidance))
-    parts = surprise(backbone, tokens, CAPTIONS[:2], Sampling(guidance), chunk=10)
+    whole = likelihood(backbone, tokens, CAPTIONS[:2], Sampling(guidance))
+    parts = likelihood(backbone, tokens, CAPTIONS[:2], Sampling(guidance), chunk=10)
     for a, b in zip(whole, parts, strict=True):
         assert torch.allclose(a, b, atol=1e-5)

@@ -204,7 +204,6 @@ class TestMutants:
         class Uniform(SCD):
             def draft(self, canvas: Canvas) -> None:
                 super().draft(canvas)
-                assert self.proposal is not None
                 self.proposal = torch.where(self.proposal.sum(-1, keepdim=True) > 0, 0.5, self.proposal)
 
         assert self.far(lambda: Uniform(4, coupling="gumbel")) > 1e-3

@@ -257,14 +257,13 @@ class StaleRecord(SCD):
     """Keeps the old proposal of what is right of the rejection, as the released Lumina and Janus code does."""
 
     def verify(self, canvas: Canvas, p: Tensor) -> None:
-        self.stale = None if self.proposal is None else self.proposal.clone()
+        self.stale = self.proposal.clone()
         super().verify(canvas, p)
 
     def draft(self, canvas: Canvas) -> None:
         super().draft(canvas)
-        assert self.proposal is not None
         for b, (old, n, carried) in enumerate(zip(self.n, canvas.committed, self.fresh, strict=True)):
-            if self.stale is not None:
+            if self.stale.numel():
                 kept = self.stale[b, n - old : n - old + carried]
                 had = kept.sum(-1, keepdim=True) > 0
                 self.proposal[b, :carried] = torch.where(had, kept, self.proposal[b, :carried])
@@ -274,7 +273,6 @@ class FromP(SJD):
     """Draws the first rejected token from p instead of the residual, as the released Cosmos baseline does."""
 
     def move(self, canvas: Canvas, y: Tensor, kept: Tensor, beyond: Tensor, inside: Tensor) -> Tensor:
-        assert self.proposal is not None
         self.proposal.zero_()
         return super().move(canvas, y, kept, beyond, inside)
 
@@ -284,7 +282,6 @@ class CutByToken(SJD):
 
     def draft(self, canvas: Canvas) -> None:
         super().draft(canvas)
-        assert self.proposal is not None
         for b, (n, a) in enumerate(zip(canvas.committed, canvas.ahead, strict=True)):
             cut = [d for d in range(a) if canvas.tokens[b, n + d] == 0]
             canvas.ahead[b] = cut[0] if cut else a
@@ -296,7 +293,7 @@ class MixedCommit(SCD):
     """Goes by the mixture of p and the proposal where p alone may decide."""
 
     def verify(self, canvas: Canvas, p: Tensor) -> None:
-        if self.proposal is not None:
+        if self.proposal.numel():
             p = torch.where(self.proposal.sum(-1, keepdim=True) > 0, torch.lerp(p, self.proposal, 0.5), p)
         super().verify(canvas, p)
 

@@ -52,7 +52,7 @@ def make_policy(decoder: str, **settings: Any) -> Policy:
     if decoder not in DECODERS:
         raise ValueError(f"unknown decoder {decoder!r}. {suggest(decoder, list(DECODERS))}")
     kind = DECODERS[decoder]
-    known = list(inspect.signature(kind).parameters) if kind.__init__ is not object.__init__ else []
+    known = list(inspect.signature(kind).parameters)
     for name in settings:
         if name not in known:
             hint = suggest(name, known) if known else "It has no settings."

@@ -32,7 +32,7 @@ class Drafter(ABC):
     def q(self, columns: slice, left: Tensor) -> Tensor:
         """Draft distributions (B, K, V) of these of the opened columns.
 
-        left (B, K + 1) are the tokens to their left, that of the first column with the one left of it before it.
+        left (B, K + 1) are the tokens to their left: first the second token to the left of the first column.
         """
 
 
@@ -41,6 +41,9 @@ class ChainDrafter(Drafter):
 
     The trunk of a position whose cells above are committed never changes again, so it is kept while the window moves.
     Where the cells up and to the right are still to be drawn, they count as missing, as they do at a row's end.
+
+    Shapes: G guidance branches, N cells above that the trunk reads, r units of the late layer, D numbers a state, and
+    V codes.
     """
 
     serial = True
@@ -50,6 +53,7 @@ class ChainDrafter(Drafter):
         grid = canvas.grid
         self.reach = grid.width
         self.lasting = grid.width - max(x for _, x in heads.above)
+        # (T, N) each: which cells stand above every position, and which of them are in the picture.
         self.around = grid.around(torch.arange(grid.positions, device=canvas.backbone.device), heads.above)
         self.no_left = canvas.backbone.image_vocab_size
         self.kept = Sliding(self._trunk)
@@ -57,38 +61,36 @@ class ChainDrafter(Drafter):
     def _trunk(
         self, first: Sequence[int], count: int, near: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(B, K, G, V + D) and (B, K, G, 2 r): what the tables add the left token's part to."""
+        """What the tables add the left token's part to: (B, K, G, V + D), or (B, K, G, D), and (B, K, G, 2 r)."""
         canvas = self.canvas
-        assert canvas.hidden is not None
         T = canvas.grid.positions
         if len(set(first)) == 1 and first[0] + count <= T:
-            index, inside = (x[first[0] : first[0] + count] for x in self.around)
+            index, inside = (x[first[0] : first[0] + count] for x in self.around)  # (K, N)
             inside = inside & (index < self.first[0])
             h, e = canvas.hidden[:, :, index], canvas.backbone.embed(canvas.tokens[:, index])
         else:
             start = torch.tensor(first, device=canvas.tokens.device)[:, None]
-            position = (start + torch.arange(count, device=start.device)).clamp_(max=T - 1)
-            index, inside = (x[position] for x in self.around)
+            position = (start + torch.arange(count, device=start.device)).clamp_(max=T - 1)  # (B, K)
+            index, inside = (x[position] for x in self.around)  # (B, K, N)
             inside = inside & (index < torch.tensor(self.first, device=start.device)[:, None, None])
             rows = torch.arange(len(first), device=start.device)[:, None, None]
             h, e = canvas.hidden[:, rows, index], canvas.backbone.embed(canvas.tokens[rows, index])
-        t, c = self.heads.look(h, e, inside, near)
+        t, c = self.heads.look(h, e, inside, near)  # h (G, B, K, N, D), e (B, K, N, D) -> (G, B, K, D), (G, B, K, 2 r)
         return self.tables.base(t).movedim(0, 2), c.movedim(0, 2)
 
     def _near(self, first: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
-        """The same for the first positions behind what is committed, which read the newest committed cell too."""
+        """The same for the first positions after the committed ones, which read the newest committed cell too."""
         canvas, W = self.canvas, self.canvas.grid.width
-        assert canvas.hidden is not None
-        newest = torch.tensor(first, device=canvas.tokens.device) - 1
-        distance = torch.arange(1, count + 1, device=newest.device).expand(len(first), -1)
-        distance = distance * (newest[:, None] % W + distance < W)  # never across a row's end
+        newest = torch.tensor(first, device=canvas.tokens.device) - 1  # (B,)
+        distance = torch.arange(1, count + 1, device=newest.device)
+        distance = distance * (newest[:, None] % W + distance < W)  # (B, K), never across a row's end
         rows = torch.arange(len(first), device=newest.device)
-        h, e = canvas.hidden[:, rows, newest], canvas.backbone.embed(canvas.tokens[rows, newest])
+        h, e = canvas.hidden[:, rows, newest], canvas.backbone.embed(canvas.tokens[rows, newest])  # (G, B, D), (B, D)
         return self._trunk(first, count, (h[:, :, None], e[:, None], distance))
 
     def open(self, canvas: Canvas, first: Sequence[int], count: int) -> None:
         self.first = list(first)
-        if all(f == n for f, n in zip(first, canvas.committed, strict=True)):
+        if self.first == canvas.committed:
             self.base, self.c = self.kept.take(first, count, self.lasting)
             if recent := min(self.heads.config.recent, count):
                 both = zip(self._near(first, recent), (self.base, self.c), strict=True)
@@ -103,13 +105,11 @@ class ChainDrafter(Drafter):
     def q(self, columns: slice, left: Tensor) -> Tensor:
         base, c = self.base[:, columns], self.c[:, columns]
         B, K, G, _ = c.shape
-        u = c.flatten(0, 2)
+        u = c.flatten(0, 2)  # (B K G, 2 r)
         for table, beyond, back in zip(self.tables.left, self.beyond, (1, 2), strict=False):
-            token = left[:, 2 - back : 2 - back + K].masked_fill(beyond[:, columns], self.no_left)
-            if G > 1:
-                token = token[..., None].expand(-1, -1, G)
-            u = u + table.index_select(0, token.reshape(-1))
-        logits = self.tables.logits(base.flatten(0, 2), self.heads.gate(u))
+            token = left[:, 2 - back : 2 - back + K].masked_fill(beyond[:, columns], self.no_left)  # (B, K)
+            u = u + table.index_select(0, token[..., None].expand(-1, -1, G).reshape(-1))
+        logits = self.tables.logits(base.flatten(0, 2), self.heads.gate(u))  # (B K G, V)
         return self.canvas.sampling.probabilities(logits.view(B, K, G, -1).movedim(2, 0))
 
 
@@ -124,40 +124,34 @@ class OffsetDrafter(Drafter):
 
     def __init__(self, canvas: Canvas, heads: OffsetHeads) -> None:
         self.canvas, self.heads = canvas, heads
-        self.right, self.down = heads.config.right, heads.config.down
         self.reach = canvas.grid.width
 
     def open(self, canvas: Canvas, first: Sequence[int], count: int) -> None:
-        assert canvas.hidden is not None
         V = canvas.backbone.image_vocab_size
-        found = []
+        dtype = at_least_fp32(canvas.hidden[:0]).dtype
+        self.mean = canvas.hidden.new_full((len(first), count, V), 1 / V, dtype=dtype)  # (B, count, V)
         for rows, (f, n, known) in in_step(first, canvas.committed, canvas.known):
-            R = len(canvas.samples[rows])
-            mean = canvas.hidden.new_full((R, count, V), 1 / V, dtype=at_least_fp32(canvas.hidden[:0]).dtype)
             runs = self._runs(canvas, f, min(f + count, canvas.grid.positions), n, known)
-            if runs:
-                states = torch.cat([canvas.predict(o, low, high, rows) for o, low, high in runs], dim=2)
-                q = canvas.sampling.probabilities(self.heads.logits(canvas.backbone, states)).to(mean)
-                votes = [0] * count
-                at = 0
-                for _, low, high in runs:
-                    for i in range(low - f, high - f):
-                        # The running mean: the k-th vote has weight 1 / k, the first replaces the uniform.
-                        votes[i] += 1
-                        mean[:, i].lerp_(q[:, at], 1 / votes[i])
-                        at += 1
-            found.append(mean)
-        self.mean = torch.cat(found)
+            if not runs:
+                continue
+            # M votes of all heads, run after run: states (G, R, M, D) -> q (R, M, V).
+            states = torch.cat([canvas.predict(o, low, high, rows) for o, low, high in runs], dim=2)
+            q = canvas.sampling.probabilities(self.heads.logits(canvas.backbone, states)).to(dtype)
+            votes = [0] * count
+            for vote, i in enumerate(i - f for _, low, high in runs for i in range(low, high)):
+                # The running mean: the k-th vote has weight 1 / k, the first replaces the uniform.
+                votes[i] += 1
+                self.mean[rows, i].lerp_(q[:, vote], 1 / votes[i])
 
     def _runs(self, canvas: Canvas, first: int, end: int, n: int, known: int) -> list[tuple[Offset, int, int]]:
-        """(offset, from, to): the positions each head has a say in. n - 1 is the newest committed cell."""
-        W = canvas.grid.width
+        """(offset, from, to): the positions each head drafts. n - 1 is the newest committed cell."""
+        W, config = canvas.grid.width, self.heads.config
         x = (n - 1) % W
-        runs = [((0, k), n - 1 + k, n + k) for k in range(1, min(self.right, W - 1 - x) + 1)]
-        # The row above speaks where its states are known; further on the row above that.
-        if self.down >= 1:
+        runs = [((0, k), n - 1 + k, n + k) for k in range(1, min(config.right, W - 1 - x) + 1)]
+        # The row above drafts where its states are known; further on the row above that.
+        if config.down >= 1:
             runs.append(((1, 0), W, known + W))
-        if self.down >= 2:
+        if config.down >= 2:
             runs.append(((2, 0), max(2 * W, known + W), known + 2 * W))
         cut = [(offset, max(low, first), min(high, end)) for offset, low, high in runs]
         return [run for run in cut if run[1] < run[2]]

@@ -42,12 +42,45 @@ class Stats:
     seconds_forward: float = 0.0
     seconds_verify: float = 0.0
     seconds_draft: float = 0.0
-    drafted: dict[str, list[int]] = field(default_factory=dict)
-    """By kind of draft (an offset, a kind of initial token): [drafts accepted at their first test, drafts tested]."""
+    drafted: dict[str, list[Any]] = field(default_factory=dict)
+    """By kind of draft (an offset, a kind of initial token): [drafts accepted at their first test, drafts tested].
+
+    While decoding, accepted and changed tokens are counted on the device: reading a count would make the host wait.
+    """
     cells: Tensor = field(default_factory=lambda: torch.zeros(0))
     """(2, H, W): accepted and tested drafts per grid cell."""
-    changed: list[int] = field(default_factory=lambda: [0, 0])
+    changed: list[Any] = field(default_factory=lambda: [0, 0])
     """[tokens changed in their last round before being committed, tokens committed after a round]."""
+
+    def count_drafts(self, name: str, kept: Tensor, start: int) -> None:
+        """kept (B, K) bool: which drafts at the positions from `start` on passed their first test."""
+        B, K = kept.shape
+        good = kept.sum(0)
+        self.cells[0, start : start + K] += good
+        self.cells[1, start : start + K] += B
+        hits, tests = self.drafted.get(name, (0, 0))
+        self.drafted[name] = [hits + good.sum(), tests + B * K]
+
+    def count_changed(self, kept: Tensor) -> None:
+        """kept (B, K) bool, of tokens that are committed after this round."""
+        self.changed = [self.changed[0] + (~kept).sum(), self.changed[1] + kept.numel()]
+
+    def finish(self, grid: TokenGrid) -> None:
+        """Read what was counted on the device."""
+        self.cells = self.cells.cpu().view(2, grid.height, grid.width)
+        self.drafted = {name: [int(n) for n in pair] for name, pair in self.drafted.items()}
+        self.changed = [int(n) for n in self.changed]
+
+    @staticmethod
+    def total(parts: Sequence["Stats"]) -> "Stats":
+        """What became of the drafts and tokens of several batches."""
+        total = Stats()
+        for part in parts:
+            for name, pair in part.drafted.items():
+                before = total.drafted.get(name, [0, 0])
+                total.drafted[name] = [a + b for a, b in zip(before, pair, strict=True)]
+            total.changed = [a + b for a, b in zip(total.changed, part.changed, strict=True)]
+        return total
 
     @property
     def acceptance(self) -> dict[str, float]:
@@ -75,36 +108,6 @@ class Stats:
         setattr(self, name, getattr(self, name) + time.perf_counter() - begun)
 
 
-class Tally:
-    """Counts of tests. Hits stay on the device until decoding is over: reading one would make the host wait."""
-
-    def __init__(self, grid: TokenGrid, device: torch.device) -> None:
-        self.grid = grid
-        self.hits = torch.zeros(grid.positions, device=device)
-        self.tests = torch.zeros(grid.positions)
-        self.by_name: dict[str, list[Any]] = {}
-        self.changed: list[Any] = [0, 0]
-
-    def drafts(self, name: str, kept: Tensor, start: int) -> None:
-        """kept (B, K) bool: which drafts at the positions from `start` on passed their first test."""
-        B, K = kept.shape
-        good = kept.sum(0)
-        self.hits[start : start + K] += good
-        self.tests[start : start + K] += B
-        entry = self.by_name.setdefault(name, [0, 0])
-        entry[0], entry[1] = entry[0] + good.sum(), entry[1] + B * K
-
-    def last_round(self, kept: Tensor) -> None:
-        """kept (B, K) bool, of tokens that are committed after this round."""
-        self.changed[0] = self.changed[0] + (~kept).sum()
-        self.changed[1] += kept.numel()
-
-    def write(self, stats: Stats) -> None:
-        stats.cells = torch.stack([self.hits.cpu(), self.tests]).view(2, self.grid.height, self.grid.width)
-        stats.drafted = {name: [int(hits), tests] for name, (hits, tests) in self.by_name.items()}
-        stats.changed = [int(n) for n in self.changed]
-
-
 @dataclass
 class DecodeResult:
     tokens: Tensor
@@ -123,6 +126,17 @@ def in_step(*numbers: Sequence[int]) -> Iterator[tuple[slice, tuple[int, ...]]]:
         yield from ((slice(b, b + 1), n) for b, n in enumerate(each))
 
 
+def windows(x: Tensor, first: Sequence[int], count: int) -> Tensor:
+    """x (B, N, ...) -> (B, count, ...): the entries from first[b] on; 0 after the end."""
+    if len(set(first)) == 1 and first[0] + count <= x.shape[1]:
+        return x[:, first[0] : first[0] + count]
+    found = x.new_zeros(len(first), count, *x.shape[2:])
+    for rows, (f,) in in_step(first):
+        inside = x[rows, f : f + count]
+        found[rows, : inside.shape[1]] = inside
+    return found
+
+
 class Sliding:
     """Tensors with one entry a position of the window, made when a position enters and then moved along with it.
 
@@ -130,9 +144,7 @@ class Sliding:
     `spare` more are made along, but none from position `end` on: few large calls cost less than many small ones.
     """
 
-    def __init__(
-        self, make: Callable[[Sequence[int], int], tuple[Tensor, ...]], spare: int = 0, end: int | None = None
-    ) -> None:
+    def __init__(self, make: Callable[[Sequence[int], int], tuple[Tensor, ...]], spare: int = 0, end: int = 0) -> None:
         self.make, self.spare, self.end = make, spare, end
         self.first: list[int] = []
         self.lasting = 0
@@ -141,34 +153,21 @@ class Sliding:
 
     def take(self, first: Sequence[int], count: int, lasting: int | None = None) -> tuple[Tensor, ...]:
         """(B, count, ...) of these positions; only the first `lasting` of them are good for the next time too."""
-        if self.taken[:2] != (list(first), count):
-            self.taken = list(first), count, self._take(list(first), count, lasting)
+        first = list(first)
+        if self.taken[:2] == (first, count):
+            return self.taken[2]
+        skip = [f - o for f, o in zip(first, self.first or first, strict=True)]
+        good = min(max(0, self.lasting - s) if s >= 0 else 0 for s in skip)
+        if good < count:
+            size = count + min(self.spare, max(0, self.end - min(first) - count))
+            made = self.make([f + good for f in first], size - good)
+            if good:
+                old = (windows(x, skip, good) for x in self.held)
+                made = tuple(torch.cat(pair, dim=1) for pair in zip(old, made, strict=True))
+            self.held, self.first, skip = made, first, [0] * len(first)
+            self.lasting = size if lasting is None else min(count, lasting)
+        self.taken = first, count, tuple(windows(x, skip, count) for x in self.held)
         return self.taken[2]
-
-    def _take(self, first: list[int], count: int, lasting: int | None) -> tuple[Tensor, ...]:
-        old = self.first or [0] * len(first)
-        reuse = [max(0, o + self.lasting - f) if f >= o else 0 for o, f in zip(old, first, strict=True)]
-        if min(reuse) < count:
-            spare = self.spare if self.end is None else min(self.spare, max(0, self.end - min(first) - count))
-            self._move(old, first, count + spare, reuse)
-            self.first, self.lasting = first, count + spare if lasting is None else min(count, lasting)
-            return tuple(x[:, :count] for x in self.held)
-        skip = [f - o for o, f in zip(old, first, strict=True)]
-        if len(set(skip)) == 1:
-            return tuple(x[:, skip[0] : skip[0] + count] for x in self.held)
-        return tuple(torch.stack([x[b, s : s + count] for b, s in enumerate(skip)]) for x in self.held)
-
-    def _move(self, old: list[int], first: list[int], size: int, reuse: list[int]) -> None:
-        reuse = [min(size, r) for r in reuse]
-        begin = min(reuse)
-        fresh = self.make([f + begin for f in first], size - begin)
-        found = tuple(x.new_empty(len(first), size, *x.shape[2:]) for x in fresh)
-        for x, new in zip(found, fresh, strict=True):
-            x[:, begin:] = new
-        for rows, (o, f, k) in in_step(old, first, reuse):
-            for x, before in zip(found, self.held, strict=bool(self.held)):
-                x[rows, :k] = before[rows, f - o : f - o + k]
-        self.held = found
 
 
 class Canvas:
@@ -194,14 +193,13 @@ class Canvas:
         """(B,) tokens the backbone's cache holds in their final form; the next forward feeds on from here."""
         self.ahead = [0] * B
         """(B,) drafted tokens after the committed ones that the next forward feeds."""
-        self.hidden: Tensor | None = None
-        """(G, B, T, D) newest state of every position, as the heads read it; kept only for heads."""
+        self.hidden = torch.empty(0)
+        """(G, B, T, D) newest state of every position, as the heads read it; empty without heads."""
         self.known = [0] * B
         """(B,) positions whose state some forward has computed."""
         self.visit = 0
         """Key of the random numbers: 2 * step while verifying, one more while drafting."""
-        self.stats = Stats(steps=[0] * B)
-        self.tally = Tally(backbone.grid, backbone.device)
+        self.stats = Stats(steps=[0] * B, cells=torch.zeros(2, T, device=backbone.device))
 
     @property
     def done(self) -> bool:
@@ -212,24 +210,13 @@ class Canvas:
         return Where(self.samples[rows], np.asarray(first)[:, None] + np.arange(count), self.visit)
 
     def commit(self, counts: Sequence[int]) -> None:
-        """So many more tokens are final, and the forward just made has read all of them but the last."""
+        """counts[b] more tokens are final, and the last forward has read all of them but the newest."""
         self.committed = [n + c for n, c in zip(self.committed, counts, strict=True)]
         self.cached = [max(0, n - 1) for n in self.committed]
 
-    def window(self, first: Sequence[int], count: int) -> Tensor:
-        """(B, count) tokens from first[b] on; 0 after the end."""
-        T = self.grid.positions
-        if len(set(first)) == 1 and first[0] + count <= T:
-            return self.tokens[:, first[0] : first[0] + count]
-        found = self.tokens.new_zeros(len(first), count)
-        for rows, (f,) in in_step(first):
-            inside = self.tokens[rows, f : f + count]
-            found[rows, : inside.shape[1]] = inside
-        return found
-
     def predict(self, offset: Offset, start: int, end: int, rows: slice = slice(None)) -> Tensor:
         """States the heads predict for positions start .. end - 1 from the cells `offset` before them: (G, B, K, D)."""
-        assert self.heads is not None and self.hidden is not None
+        assert self.heads is not None
         back = offset[0] * self.grid.width + offset[1]
         source = slice(start - back, end - back)
         return self.heads(self.hidden[:, rows, source], self.backbone.embed(self.tokens[rows, source]), offset)
@@ -238,7 +225,7 @@ class Canvas:
         """Keep the states h (G, B, L, D) of the positions first[b] + 1 on, as far as they belong to the sample."""
         assert self.heads is not None
         h = self.heads.states(self.backbone, h)
-        if self.hidden is None:
+        if not self.hidden.numel():
             self.hidden = h.new_zeros(h.shape[0], *self.tokens.shape, h.shape[-1])
         ends = [min(n + a, self.grid.positions - 1) + 1 for n, a in zip(self.committed, self.ahead, strict=True)]
         for rows, (f, end) in in_step(first, ends):
@@ -296,9 +283,8 @@ def run(
         raise ValueError("no prompt to draw")
     if policy.drafts_with:
         if heads is None:
-            raise ValueError(
-                f"decoder {policy.name} drafts with heads; give heads=MTPHeads.from_pretrained(folder, backbone)"
-            )
+            give = "give heads=MTPHeads.from_pretrained(folder, backbone)"
+            raise ValueError(f"decoder {policy.name} drafts with heads; {give}")
         if heads.kind not in policy.drafts_with:
             raise ValueError(f"decoder {policy.name} drafts with {policy.drafts_with[0]} heads; these are {heads.kind}")
     if heads is not None:
@@ -322,7 +308,7 @@ def run(
         if callback is not None and min(canvas.committed) // grid.width > rows:
             rows = min(canvas.committed) // grid.width
             callback(rows, canvas.tokens.view(-1, grid.height, grid.width).clone())
-    canvas.tally.write(canvas.stats)
+    canvas.stats.finish(grid)
     return DecodeResult(canvas.tokens.view(-1, grid.height, grid.width), canvas.stats, policy.exact)
 
 
@@ -340,7 +326,9 @@ def steps(canvas: Canvas, policy: Policy, state: DecodeState, h: Tensor) -> Iter
             canvas.remember(h, first)
         with stats.clock("seconds_verify", device):
             canvas.visit = 2 * step
-            policy.verify(canvas, canvas.sampling.probabilities(backbone.logits(_targets(canvas, h, first))))
+            skip = [n - f - 1 for n, f in zip(canvas.committed, first, strict=True)]
+            h = windows(h.movedim(0, 2), skip, max(canvas.ahead) + 1).movedim(2, 0)  # (G, B, S, D)
+            policy.verify(canvas, canvas.sampling.probabilities(backbone.logits(h)))
         with stats.clock("seconds_draft", device):
             canvas.visit += 1
             policy.draft(canvas)
@@ -355,17 +343,5 @@ def steps(canvas: Canvas, policy: Policy, state: DecodeState, h: Tensor) -> Iter
         length = max(n + a - f for n, a, f in zip(canvas.committed, canvas.ahead, first, strict=True))
         with stats.clock("seconds_forward", device):
             backbone.rollback(state, first)
-            h = backbone.forward(state, canvas.window(first, length), first)
+            h = backbone.forward(state, windows(canvas.tokens, first, length), first)
         stats.tokens_forwarded += length
-
-
-def _targets(canvas: Canvas, h: Tensor, first: Sequence[int]) -> Tensor:
-    """States (G, B, L, D) of positions first + 1 ... -> those from `committed` on, (G, B, S, D)."""
-    skip = [n - f - 1 for n, f in zip(canvas.committed, first, strict=True)]
-    if len(set(skip)) == 1:
-        return h[:, :, skip[0] :]
-    found = h.new_zeros(h.shape[0], h.shape[1], max(canvas.ahead) + 1, h.shape[3])
-    for rows, (at,) in in_step(skip):
-        mine = h[:, rows, at : at + found.shape[2]]
-        found[:, rows, : mine.shape[2]] = mine
-    return found

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftgrid.common.settings import one_of, whole
-from draftgrid.eval.decoders.engine import Canvas, Policy, Sliding, in_step
+from draftgrid.eval.decoders.engine import Canvas, Policy, Sliding, in_step, windows
 from draftgrid.eval.decoders.kernels import gumbel_argmax, keep, redraw
 from draftgrid.heads.distributions import at_least_fp32
 
@@ -29,9 +29,9 @@ SPARE = 32
 class SJD(Policy):
     """Feeds `window` tokens a forward: the newest final one and window - 1 drafts.
 
-    `initial` is how a position that enters the window gets its first token: uniform (drawn, and recorded as drawn),
-    onehot (drawn from the uniform, recorded as certain), left (the newest token to the left) or above (the token in the
-    row above; in row 0, left), both recorded as certain.
+    `initial` is how a position that enters the window gets its first token: uniform (drawn from the uniform
+    distribution), onehot (the same, but with a one-hot proposal), left (the newest token to the left) or above (the
+    token in the row above; in row 0, left), both with a one-hot proposal.
     """
 
     name = "sjd"
@@ -39,17 +39,18 @@ class SJD(Policy):
 
     def __init__(self, window: int = 16, initial: str = "uniform") -> None:
         self.window, self.initial = whole("window", window, 1), one_of("initial", initial, INITIAL)
-        self.proposal: Tensor | None = None
+        self.proposal = torch.empty(0)
+        """(B, A + 1, V) of the window's A drafts, zero where a sample has none; empty before the first forward."""
 
     # Test the window, commit the run ---------------------------------------------------------------------------------
 
     def verify(self, canvas: Canvas, p: Tensor) -> None:
         n, a = self.n, self.a = canvas.committed, canvas.ahead
         B, S, _ = p.shape
-        if self.proposal is None:  # the first forward tests nothing
+        if not self.proposal.numel():  # the first forward tests nothing
             self.proposal, self.fresh = torch.zeros_like(p), [0] * B
-        self.p, y = p, canvas.window(n, S)
-        # Behind the drafts stands one position without a draft: its proposal is zero, so its residual is p itself.
+        self.p, y = p, windows(canvas.tokens, n, S)
+        # After the drafts comes one position without a draft: its proposal is zero, so its residual is p itself.
         inside = [min(d + 1, canvas.grid.positions - m) for d, m in zip(a, n, strict=True)]
         columns = torch.arange(S, device=p.device)
         limits = torch.tensor([a, inside], device=p.device)[..., None]
@@ -59,12 +60,11 @@ class SJD(Policy):
         for rows, (start, drafts, end, fresh) in in_step(n, a, inside, self.fresh):
             canvas.tokens[rows, start : start + end] = tokens[rows, :end]
             if fresh < drafts:
-                canvas.tally.drafts(self.initial, kept[rows, fresh:drafts], start + fresh)
+                canvas.stats.count_drafts(self.initial, kept[rows, fresh:drafts], start + fresh)
         canvas.commit([min(r + 1, m) for r, m in zip(run.flatten().tolist(), inside, strict=True)])
 
     def test(self, canvas: Canvas, y: Tensor) -> Tensor:
         """Which tokens y (B, S) pass."""
-        assert self.proposal is not None
         return keep(y, self.proposal, self.p, canvas.source, canvas.where(self.n, y.shape[1]))
 
     def move(self, canvas: Canvas, y: Tensor, kept: Tensor, beyond: Tensor, inside: Tensor) -> Tensor:
@@ -72,7 +72,6 @@ class SJD(Policy):
 
         beyond (B, S) counts columns from the run's end; not `inside` fills up a batch that is not in step.
         """
-        assert self.proposal is not None
         self.proposal.masked_fill_((beyond > 0)[..., None], 0)
         weights = self.proposal.sub_(self.p).neg_().clamp_min_(0)
         return redraw(y, kept & (beyond < 0), weights, canvas.source, canvas.where(self.n, y.shape[1]), inside)[0]
@@ -117,6 +116,7 @@ class SJD(Policy):
         return y, torch.nn.functional.one_hot(y, V).to(self.p.dtype)
 
     def first_token(self, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
+        """Tokens (R, K) ~ q (R, K, V) of the positions from `start` on, all in the coming window."""
         R, K, _ = q.shape
         return canvas.source.draw(q, canvas.where([start] * R, K, rows))
 
@@ -135,10 +135,17 @@ class SCD(SJD):
         self.coupling = one_of("coupling", coupling, COUPLINGS)
 
     def begin(self, canvas: Canvas) -> None:
-        self.noise = gumbel_noise(canvas)
+        dtype = at_least_fp32(canvas.backbone.logits(canvas.backbone.embed(canvas.tokens[:1, :1]))).dtype
+
+        def make(first: Sequence[int], count: int) -> tuple[Tensor]:
+            shape = (len(first), count, canvas.backbone.image_vocab_size)
+            like = torch.empty(shape, dtype=dtype, device=canvas.tokens.device)
+            return (canvas.source.gumbel(like, canvas.where(first, count)),)
+
+        self.noise = Sliding(make, spare=SPARE, end=canvas.grid.positions)
+        """The Gumbel vectors of the window's positions, (B, K, V)."""
 
     def move(self, canvas: Canvas, y: Tensor, kept: Tensor, beyond: Tensor, inside: Tensor) -> Tensor:
-        assert self.proposal is not None
         where = canvas.where(self.n, y.shape[1])
         if self.coupling == "maximal":
             weights = self.proposal.sub_(self.p).neg_().clamp_min_(0)
@@ -151,10 +158,12 @@ class SCD(SJD):
     def first_token(self, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
         if self.coupling == "maximal":
             return super().first_token(canvas, q, rows, start)
-        return born_of_noise(self.noise, canvas, q, rows, start)
+        (noise,) = self.noise.take(canvas.committed, max(canvas.ahead) + 1)
+        column = start - canvas.committed[rows.start]
+        return gumbel_argmax(q, noise[rows, column : column + q.shape[1]])
 
 
-class GumbelFixedPoint(SJD):
+class GumbelFixedPoint(SCD):
     """Jacobi iteration on the map noise -> picture: the tokens are those AR sampling takes with the same Gumbel noise.
 
     Every position takes argmax(log p + g); the run goes up to the first token that changed, whose context is final.
@@ -163,10 +172,7 @@ class GumbelFixedPoint(SJD):
     name = "gumbel_fixed_point"
 
     def __init__(self, window: int = 32, initial: str = "uniform") -> None:
-        super().__init__(window, initial)
-
-    def begin(self, canvas: Canvas) -> None:
-        self.noise = gumbel_noise(canvas)
+        super().__init__(window, initial, "gumbel")
 
     def test(self, canvas: Canvas, y: Tensor) -> Tensor:
         (noise,) = self.noise.take(self.n, y.shape[1])
@@ -175,25 +181,3 @@ class GumbelFixedPoint(SJD):
 
     def move(self, canvas: Canvas, y: Tensor, kept: Tensor, beyond: Tensor, inside: Tensor) -> Tensor:
         return self.taken
-
-    def first_token(self, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
-        return born_of_noise(self.noise, canvas, q, rows, start)
-
-
-def gumbel_noise(canvas: Canvas) -> Sliding:
-    """The Gumbel vectors of the window's positions, (B, K, V)."""
-    dtype = at_least_fp32(canvas.backbone.logits(canvas.backbone.embed(canvas.tokens[:1, :1]))).dtype
-
-    def make(first: Sequence[int], count: int) -> tuple[Tensor]:
-        shape = (len(first), count, canvas.backbone.image_vocab_size)
-        like = torch.empty(shape, dtype=dtype, device=canvas.tokens.device)
-        return (canvas.source.gumbel(like, canvas.where(first, count)),)
-
-    return Sliding(make, spare=SPARE, end=canvas.grid.positions)
-
-
-def born_of_noise(noise: Sliding, canvas: Canvas, q: Tensor, rows: slice, start: int) -> Tensor:
-    """Tokens (R, K) ~ q (R, K, V) by the noise of the positions from `start` on, which are in the coming window."""
-    (held,) = noise.take(canvas.committed, max(canvas.ahead) + 1)
-    column = start - canvas.committed[rows.start]
-    return gumbel_argmax(q, held[rows, column : column + q.shape[1]])

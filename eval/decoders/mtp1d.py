@@ -13,8 +13,10 @@ from draftgrid.heads.offsets import OffsetHeads
 
 
 class MTP1D(SJD):
-    """Up to `length` drafts by the right heads from the newest committed cell, never across a row end; all made anew
-    each step, whatever was left of the last ones."""
+    """Up to `length` drafts by the right heads from the newest committed cell, never across a row end.
+
+    Every step drafts from scratch; what is left of the last drafts is dropped.
+    """
 
     name = "mtp1d"
     drafts_with = ("offsets",)
@@ -39,7 +41,7 @@ class MTP1D(SJD):
         return [0] * len(canvas.committed)
 
     def propose(self, canvas: Canvas, rows: slice, start: int, count: int) -> tuple[Tensor, Tensor]:
-        assert canvas.heads is not None and canvas.hidden is not None
+        assert canvas.heads is not None
         h = canvas.hidden[:, rows, start - 1 : start]
         e = canvas.backbone.embed(canvas.tokens[rows, start - 1 : start])
         predicted = torch.cat([canvas.heads(h, e, (0, k)) for k in range(1, count + 1)], dim=2)

@@ -26,7 +26,6 @@ class GSD(SJD):
         self.group, self.delta = whole("group", group, 0), number("delta", delta, 0)
 
     def test(self, canvas: Canvas, y: Tensor) -> Tensor:
-        assert self.proposal is not None
         order = self.p.argsort(dim=-1, descending=True, stable=True)
         rank = (order == y[..., None]).int().argmax(-1, keepdim=True)
         near = rank + torch.arange(-(self.group // 2), self.group - self.group // 2 + 1, device=y.device)
@@ -58,7 +57,6 @@ class Lantern(SJD):
         self.table = canvas.tokenizer.neighbours(self.neighbours).to(canvas.backbone.device)
 
     def test(self, canvas: Canvas, y: Tensor) -> Tensor:
-        assert self.proposal is not None
         own, near = self.p.gather(-1, y[..., None]), self.p.gather(-1, self.table[y])
         lent = near.cumsum(-1)
         lent = (near * (lent <= (self.delta if self.delta <= 1 else (self.delta - 1) * own))).sum(-1, keepdim=True)

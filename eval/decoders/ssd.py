@@ -33,7 +33,7 @@ class Segment:
 
 
 class SSD(Policy):
-    """A block is one token drawn from p and drafts behind it: up to `right` cells in row 0, then `rows` rows at a time.
+    """A block is a token drawn from p and drafts after it: up to `right` cells in row 0, then `rows` rows at a time.
 
     A block costs 1 + `rounds` forwards: (ceil(W / (right + 1)) + ceil((H - 1) / rows)) * (1 + rounds) in all, prefill
     counted. The one beyond its rounds reads the finished block once more for its keys, values and states, and yields
@@ -51,23 +51,15 @@ class SSD(Policy):
     drafts_with = ("offsets",)
 
     def __init__(self, rounds: int = 2, rows: int = 1, staged: int = 0, rows_in_flight: int = 1) -> None:
-        self.rounds, self.rows, self.staged = (
-            whole("rounds", rounds, 0),
-            whole("rows", rows, 1),
-            whole("staged", staged, 0),
-        )
-        self.in_flight = whole("rows_in_flight", rows_in_flight, 1)
+        self.rounds, self.rows = whole("rounds", rounds, 0), whole("rows", rows, 1)
+        self.staged, self.in_flight = whole("staged", staged, 0), whole("rows_in_flight", rows_in_flight, 1)
         if rows > 2:
             raise ValueError(f"rows is {rows}; a block has 1 or 2 rows")
         if staged and (rows != 2 or rounds == 0):
-            raise ValueError(
-                f"staged is {staged}; it counts extra rounds of the second row, so it needs rows=2, rounds>=1"
-            )
+            raise ValueError(f"staged is {staged}; it adds rounds to the second row, so it needs rows=2 and rounds>=1")
         if rows_in_flight > 1 and (rows != 1 or rows_in_flight > rounds + 1):
-            raise ValueError(
-                f"rows_in_flight is {rows_in_flight}; with rows=1 and rounds={rounds} a row is in flight for "
-                f"{rounds + 1} forwards, so use 1 to {rounds + 1}, and 1 with rows=2"
-            )
+            right = f"with rows=1 and rounds={rounds} use 1 to {rounds + 1}, a row's forwards, and with rows=2 use 1"
+            raise ValueError(f"rows_in_flight is {rows_in_flight}; {right}")
 
     def begin(self, canvas: Canvas) -> None:
         assert isinstance(canvas.heads, OffsetHeads)
@@ -95,9 +87,9 @@ class SSD(Policy):
             if not part.tested:
                 part.tested = True
                 for offset, low, high in part.runs:
-                    canvas.tally.drafts(offset_name(offset), kept[:, low - n : high - n], low)
+                    canvas.stats.count_drafts(offset_name(offset), kept[:, low - n : high - n], low)
             if part.left == 0:
-                canvas.tally.last_round(kept[:, start - n : part.end - n])
+                canvas.stats.count_changed(kept[:, start - n : part.end - n])
             start = part.end
 
     def draft(self, canvas: Canvas) -> None:
@@ -120,25 +112,18 @@ class SSD(Policy):
         q = self.p[:, -1:]
         canvas.tokens[:, start : start + 1] = canvas.source.draw(q, canvas.where([start] * B, 1))
         runs = self._plan(canvas, start)
-        proposals = [q]
+        self.end = runs[-1][2] if runs else start + 1
+        drafted = q[:, :0]
         if runs:
             assert canvas.heads is not None
             predicted = torch.cat([canvas.predict(*run) for run in runs], dim=2)
             drafted = canvas.sampling.probabilities(canvas.heads.logits(canvas.backbone, predicted))
-            end = runs[-1][2]
-            canvas.tokens[:, start + 1 : end] = canvas.source.draw(
-                drafted, canvas.where([start + 1] * B, end - start - 1)
-            )
-            proposals.append(drafted)
-            self.end = end
-        else:
-            self.end = start + 1
+            where = canvas.where([start + 1] * B, self.end - start - 1)
+            canvas.tokens[:, start + 1 : self.end] = canvas.source.draw(drafted, where)
         if canvas.committed[0] == start:  # everything before it is final and read: the token is exact
-            canvas.committed = [start + 1] * B
-            proposals = proposals[1:]
+            canvas.committed, self.q = [start + 1] * B, drafted
         else:
-            proposals = [self.q, *proposals]
-        self.q = torch.cat(proposals, dim=1) if proposals else q[:, :0]
+            self.q = torch.cat([self.q, q, drafted], dim=1)
         if not runs and canvas.committed[0] == self.end:
             return
         middle = runs[0][2] if self.staged and len(runs) > 1 and runs[0][0][0] else self.end
@@ -147,7 +132,7 @@ class SSD(Policy):
             self.parts.append(Segment(runs[1:], self.end, self.rounds + self.staged))
 
     def _plan(self, canvas: Canvas, start: int) -> list[Run]:
-        """The drafts behind the first token of the block at `start`."""
+        """The drafts after the first token of the block at `start`."""
         W, first = canvas.grid.width, start + 1
         y, x = start // W, start % W
         if y == 0 or not self.down:
