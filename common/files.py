@@ -86,7 +86,7 @@ def read_lines(path: str | Path) -> list[str]:
 
 @contextmanager
 def set_aside(path: Path) -> Iterator[None]:
-    """What a folder holds is moved beside it while the body makes anew; removed after it, or put back if it raises.
+    """Move a folder aside while the body makes a new one; remove it afterwards, or put it back if the body raises.
 
     A symbolic link stays, and what it points to is replaced.
     """

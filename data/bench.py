@@ -1,4 +1,4 @@
-"""How fast shards stream, against a plain loop over the same tars, and that an epoch is dealt as promised.
+"""How fast shards stream, against a plain loop over the same tars, and that an epoch is divided as promised.
 
     draftgrid data-bench dir=runs/bench_data samples=60000 shards=64 ranks=2 workers=2
 

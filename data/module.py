@@ -1,4 +1,4 @@
-"""The LightningDataModule: the shard sets a recipe names, checked, streamed, and taken up again where a run stopped."""
+"""The LightningDataModule: the shard sets a recipe names, checked and streamed; a resumed run continues."""
 
 import hashlib
 import signal
@@ -37,7 +37,7 @@ class TokenDataModule(L.LightningDataModule):
         self.split, self.start, self.seen = Split(), 0, 0
         self._told = False
         self.notes: list[str] = []
-        """What is worth telling about how the data is dealt and taken up."""
+        """What to tell the user about how the data is divided and where a run resumes."""
 
     @property
     def digest(self) -> str:
@@ -52,13 +52,13 @@ class TokenDataModule(L.LightningDataModule):
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total if self.trainer else None
         return progress.processed if progress else 0
 
-    def _deal(self, left: tuple[dict, ...] = ()) -> Split:
+    def _split(self, left: tuple[dict, ...] = ()) -> Split:
         return Split(self._world()[1], max(1, self.config.workers), self.config.batch_size, left)
 
     def train_dataloader(self) -> DataLoader:
         c, (rank, _) = self.config, self._world()
         if not self.split.left:
-            self.split = self._deal()
+            self.split = self._split()
         self.seen = self._processed()
         stream = TokenStream(self.train_sets, self.split, self.seed, c.caption_dropout, rank, self.start)
         self._tell(rank)
@@ -89,7 +89,7 @@ class TokenDataModule(L.LightningDataModule):
             print(*self.notes, sep="\n", flush=True)
         self.notes = []
 
-    # Taking a stream up again: which part of the epochs begun is left is all there is to know ------------------------
+    # Resuming a stream takes one thing: which part of the epochs already begun is left -------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         split = asdict(self.split)
@@ -109,15 +109,15 @@ class TokenDataModule(L.LightningDataModule):
                 )
         left = tuple({int(e): [(a, b) for a, b in spans] for e, spans in part.items()} for part in state["left"])
         old = Split(state["world"], state["workers"], state["batch_size"], left)
-        new = self._deal(left)
+        new = self._split(left)
         if new == old:
             self.split, self.start = old, state["batches"]
             return
-        self.split, self.start = self._deal(old.after(state["batches"], self.train_sets)), 0
+        self.split, self.start = self._split(old.after(state["batches"], self.train_sets)), 0
         rest = sum(total(spans) for spans in self.split.left[0].values())
         self.notes.append(
-            f"data: the checkpoint dealt to {old.world} ranks x {old.workers} workers in batches of {old.batch_size}; "
-            f"what is left of epoch {min(self.split.left[0])} ({rest} samples) is dealt anew"
+            f"data: the checkpoint's run had {old.world} ranks x {old.workers} workers and batches of {old.batch_size}; "
+            f"what is left of epoch {min(self.split.left[0])} ({rest} samples) is divided again"
         )
 
     def sample_tokens(self, limit: int) -> Tensor:

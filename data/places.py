@@ -1,7 +1,7 @@
 """Files of a shard set wherever they are: a local folder, or anything fsspec has a name for (s3://, gs://, hf://, http://).
 
 A remote shard is fetched whole into a local file, kept in a cache folder of bounded size or for as long as it is read.
-A dropped connection is taken up where it broke off; a place that gives nothing for GIVE_UP seconds is given up.
+A dropped connection resumes where it broke off; a place that gives nothing for GIVE_UP seconds is given up.
 """
 
 import contextlib

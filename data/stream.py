@@ -1,10 +1,10 @@
 """The training stream: which sample comes when, for any number of ranks and workers, and at any point of a run.
 
 An epoch's order is a pure function: shards in an order of (seed, epoch), the samples of each in an order of (seed,
-epoch, shard), one shard after the other. Every reader (worker of a rank) is dealt an equal, contiguous part of it: it
-opens few shards and keeps none in memory, all ranks make equal steps, and the rest that nobody is dealt is smaller than
+epoch, shard), one shard after the other. Every reader (worker of a rank) reads an equal, contiguous part of it: it
+opens few shards and keeps none in memory, all ranks make equal steps, and the rest that nobody reads is smaller than
 the number of readers. What a stream has consumed is therefore known without asking anyone: a few intervals of the order
-of the epochs it is in. A resumed run jumps there; with other ranks or workers it deals what is left anew.
+of the epochs it is in. A resumed run jumps there; with other ranks or workers what is left is divided again.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class Batch:
     tokens: Tensor
     """(B, H, W) codes; fewer than the batch size where samples are broken, but never none."""
     captions: list[str | Unconditional]
-    """A dropped caption is its unconditional twin."""
+    """A dropped caption is an Unconditional."""
     keys: list[str]
     origins: list[str] = field(default_factory=list)
     """Name of the shard set each sample comes from."""
@@ -120,7 +120,7 @@ class ShardSet:
             start += shard.samples
 
 
-# Dealing an epoch to readers -----------------------------------------------------------------------------------------
+# Dividing an epoch among readers -------------------------------------------------------------------------------------
 
 
 def total(spans: Spans) -> int:
@@ -147,7 +147,7 @@ def share(spans: Spans, reader: int, readers: int) -> Spans:
 
 @dataclass(frozen=True)
 class Split:
-    """How a stream is dealt, and from where on."""
+    """How a stream is divided among readers, and where it starts."""
 
     world: int = 1
     workers: int = 1
@@ -166,8 +166,8 @@ class Split:
         yield from ((epoch, left[epoch]) for epoch in begun)
         yield from ((epoch, [(0, size)]) for epoch in count(begun[-1] + 1 if begun else 0))
 
-    def dealt(self, number: int, size: int, reader: int, skip: int) -> Iterator[tuple[int, Spans]]:
-        """(epoch, intervals) that fall to a reader after the first `skip` samples."""
+    def parts(self, number: int, size: int, reader: int, skip: int) -> Iterator[tuple[int, Spans]]:
+        """(epoch, intervals) that a reader reads after its first `skip` samples."""
         for epoch, spans in self.epochs(number, size):
             mine = share(spans, reader, self.readers)
             if skip < total(mine):
@@ -200,7 +200,7 @@ class Split:
                 used = min(had[reader], total(mine))
                 had[reader] -= used
                 rest += cut(mine, used, total(mine))
-            if rest:  # what nobody was dealt is dealt again; of a finished epoch it is lost
+            if rest:  # what no reader had is divided again; of a finished epoch it is lost
                 each = total(spans) // self.readers
                 found[epoch] = rest + cut(spans, each * self.readers, total(spans))
             if epoch >= last and not any(had):
@@ -246,7 +246,7 @@ class TokenStream(IterableDataset):
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
         split, (workers, worker) = self.split, (info.num_workers, info.id) if info else (1, 0)
-        assert workers == split.workers, f"dealt to {split.workers} workers, read by {workers}"
+        assert workers == split.workers, f"divided among {split.workers} workers, read by {workers}"
         # The loader asks worker 0 first: the reader whose turn it is plays its part.
         role = (worker + self.start) % workers
         return self._batches(self.rank * workers + role, split.had(role, self.start) * split.batch_size)
@@ -275,7 +275,7 @@ class TokenStream(IterableDataset):
         """(epoch, shard, sample) of one set. Raises ValueError if over 1 % of a reader's epoch are broken."""
         shards = self.sets[number]
         allowed = max(1, MAX_BROKEN * (shards.size // self.split.readers))
-        for epoch, spans in self.split.dealt(number, shards.size, reader, skip):
+        for epoch, spans in self.split.parts(number, shards.size, reader, skip):
             broken = seen = 0
             for shard, numbers in shards.order(spans, self.seed, epoch):
                 for sample in shards.read(shard, numbers):

@@ -99,7 +99,7 @@ class TarSource(ListedSource):
             yield from self._wds.tariterators.tar_file_expander(
                 [{"url": url, "stream": stream}], select_files=lambda name: not hidden(name)
             )
-            while stream.read(1 << 20):  # or the command behind a pipe ends with an error
+            while stream.read(1 << 20):  # or the command of a pipe ends with an error
                 pass
 
     def _item(self, url: str, key: str, parts: dict[str, Any]) -> Iterator[Item]:
