@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from draftgrid.common.cli import key, main
 from draftgrid.common.files import read_json, write_json, write_text
+from draftgrid.common.settings import one_of, whole
 from draftgrid.data.shards import MANIFEST, MAX_BROKEN, Manifest, Sample, Shard, read_manifest, shard_name, write_shard
 from draftgrid.data.sources import ABSENT, FITS, NO_CAPTION, Item, Source, open_picture, open_source, pixels
 from draftgrid.heads.tokenizers import ImageTokenizer, load_tokenizer
@@ -101,11 +102,9 @@ def encode(
     if min(size) < 1 or any(side % tokenizer.patch for side in size):
         shown = "x".join(map(str, size))
         raise ValueError(f"size is {shown}; this tokenizer needs multiples of {tokenizer.patch} pixels")
-    for name, value in (("shards", shards), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; at least 1 is needed")
-    if fit not in FITS:
-        raise ValueError(f"fit is {fit!r}; use {' or '.join(FITS)}")
+    whole("shards", shards, 1)
+    whole("batch_size", batch_size, 1)
+    one_of("fit", fit, FITS)
     count = source.count(split, limit or 0)
     order = np.arange(count) if source.sequential else np.random.default_rng(seed).permutation(count)
     chunks = np.array_split(order, min(shards, count))
@@ -123,99 +122,112 @@ def encode(
     else:
         wait_for_plan(out, plan)
     if not (out / MANIFEST).is_file():
-        share = range(rank, len(chunks), world)
-        _encode_share(source, tokenizer, out, split, chunks, share, count, batch_size, size, fit)
+        _Job(source, tokenizer, out, split, size, fit, batch_size, chunks).encode(range(rank, len(chunks), world))
     if rank > 0:
         return None
     if not (out / MANIFEST).is_file():
         parts = [wait_until(out, partial(_finished, out, i), shard_name(i)) for i in range(len(chunks))]
-        skipped = [Skipped(*entry) for _, entries in parts for entry in entries]
-        check_skipped(skipped, count, count)
-        text = "".join(f'{{"key": {json.dumps(s.key)}, "reason": {json.dumps(s.reason)}}}\n' for s in skipped)
-        write_text(out / SKIPPED, text)
+        skipped = [s for _, mine in parts for s in mine]
+        check_skipped(skipped, count)
+        write_text(out / SKIPPED, "".join(json.dumps(asdict(s)) + "\n" for s in skipped))
         grid = (size[0] // tokenizer.patch, size[1] // tokenizer.patch)
-        Manifest(
-            grid,
-            tokenizer.fingerprint,
-            tokenizer.codebook_size,
-            source.name,
-            source.licence,
-            split,
-            tuple(shard for shard, _ in parts),
-            len(skipped),
-        ).save(out)
+        codes, origin = (tokenizer.fingerprint, tokenizer.codebook_size), (source.name, source.licence, split)
+        Manifest(grid, *codes, *origin, tuple(shard for shard, _ in parts), len(skipped)).save(out)
     tidy(out)
     return read_manifest(out)
 
 
-def _encode_share(
-    source: Source,
-    tokenizer: ImageTokenizer,
-    out: Path,
-    split: str,
-    chunks: Sequence[np.ndarray],
-    share: range,
-    count: int,
-    batch_size: int,
-    size: tuple[int, int],
-    fit: str,
-) -> None:
-    """The shards of one process, one after the other; those that are there are kept."""
-    skipped: list[Skipped] = []
-    seen, begun, done = 0, 0.0, 0
-    of = f", process {share.start + 1} of {share.step}" if share.step > 1 else ""
-    with tqdm(total=sum(len(chunks[i]) for i in share), desc=f"encode {source.name} {split}{of}", unit="img") as bar:
-        for index in share:
-            chunk, finished = chunks[index], _finished(out, index)
-            seen += len(chunk)
-            if finished:
-                skipped += [Skipped(*entry) for entry in finished[1]]
-                bar.update(len(chunk))
-                continue
-            if (out / MANIFEST).is_file():  # process 0 finished meanwhile, and has removed the parts
-                return
-            mine: list[Skipped] = []
-            samples: list[Sample] = []
-            for batch in _batches(source.take(split, chunk.tolist()), batch_size):
-                samples += _encode_batch(source.name, batch, tokenizer, size, fit, mine)
-                bar.update(len(batch))
-                give_sign(out, share.start)
-                if begun:
-                    done += len(batch)
-                begun = begun or time.perf_counter()
-            skipped += mine
-            # Before the shard is written: with the pictures repaired, the same command resumes.
-            check_skipped(skipped, seen, count)
-            shard = write_shard(out / shard_name(index), samples, tokenizer.codebook_size)
-            entries = [[s.key, s.reason] for s in mine]
-            write_json(out / PARTS / f"{shard_name(index)}.json", {"shard": asdict(shard), "skipped": entries})
-    for line in skipped:
-        tqdm.write(f"skipped: {line.key}: {line.reason}")
-    if done:
-        tqdm.write(f"{done / (time.perf_counter() - begun):.1f} pictures a second after the first batch{of}")
+@dataclass(frozen=True)
+class _Job:
+    """What every process of an encode knows."""
+
+    source: Source
+    tokenizer: ImageTokenizer
+    out: Path
+    split: str
+    size: tuple[int, int]
+    fit: str
+    batch_size: int
+    chunks: Sequence[np.ndarray]
+    """Numbers of the items in each shard."""
+
+    def encode(self, share: range) -> None:
+        """Make the shards of one process, one after the other, out of one pass over its items. Finished ones stay."""
+        finished = {i: part for i in share if (part := _finished(self.out, i))}
+        skipped = [s for _, mine in finished.values() for s in mine]
+        todo = [i for i in share if i not in finished]
+        items = self.source.take(self.split, [n for i in todo for n in self.chunks[i].tolist()])
+        total, kept = (sum(len(self.chunks[i]) for i in which) for which in (share, finished))
+        seen, begun, done = sum(len(c) for c in self.chunks), 0.0, 0
+        of = f", process {share.start + 1} of {share.step}" if share.step > 1 else ""
+        title = f"encode {self.source.name} {self.split}{of}"
+        with tqdm(total=total, initial=kept, desc=title, unit="img") as bar:
+            for index in todo:
+                if (self.out / MANIFEST).is_file():  # process 0 finished meanwhile, and has removed the parts
+                    return
+                mine: list[Skipped] = []
+                samples: list[Sample] = []
+                chunk = islice(items, len(self.chunks[index]))
+                while batch := list(islice(chunk, self.batch_size)):
+                    samples += self.samples(batch, mine)
+                    bar.update(len(batch))
+                    give_sign(self.out, share.start)
+                    done += len(batch) if begun else 0
+                    begun = begun or time.perf_counter()
+                skipped += mine
+                # Before the shard is written: with the pictures repaired, the same command resumes.
+                check_skipped(skipped, seen)
+                shard = write_shard(self.out / shard_name(index), samples, self.tokenizer.codebook_size)
+                part = {"shard": asdict(shard), "skipped": [[s.key, s.reason] for s in mine]}
+                write_json(self.out / PARTS / f"{shard_name(index)}.json", part)
+            next(items, None)  # reads a stream to its end, where a pipe tells of a failure
+        for line in skipped:
+            tqdm.write(f"skipped: {line.key}: {line.reason}")
+        if done:
+            tqdm.write(f"{done / (time.perf_counter() - begun):.1f} pictures a second after the first batch{of}")
+
+    def samples(self, items: Sequence[Item], skipped: list[Skipped]) -> Iterator[Sample]:
+        """One batch, encoded; what cannot be used is added to `skipped`."""
+        kept, pictures = [], []
+        for item in items:
+            try:
+                if not item.caption:
+                    raise ValueError(NO_CAPTION)
+                pictures.append(open_picture(item, self.size, self.fit))
+                kept.append(item)
+            except ValueError as error:
+                skipped.append(Skipped(item.key, str(error)))
+        if not kept:
+            return
+        codes = self.tokenizer.encode(pixels(pictures)).cpu().numpy()
+        for item, picture, tokens in zip(kept, pictures, codes, strict=True):
+            size = picture.info["original_size"]
+            metadata = {"source": self.source.name, "file": item.path.name, "size": size}
+            yield Sample(item.key, tokens, item.caption, metadata)
 
 
-def check_skipped(skipped: Sequence[Skipped], seen: int, count: int) -> None:
-    """Raises ValueError if nothing seen so far could be used, or too many of all `count` pictures cannot be read."""
+def check_skipped(skipped: Sequence[Skipped], count: int) -> None:
+    """Raises ValueError if none of `count` pictures can be used, or too many of them cannot be read."""
     broken = [s for s in skipped if s.reason not in ABSENT]
     if len(broken) > max(1, MAX_BROKEN * count):
         raise ValueError(f"{len(broken)} of {count} pictures cannot be read, more than 1 %; last: {broken[-1].reason}")
     if len(skipped) == count:
         reason = f"{len(broken)} cannot be read, {count - len(broken)} have no caption or picture"
-        raise ValueError(
-            f"none of {count} pictures can be used: {reason}; last: {skipped[-1].key}: {skipped[-1].reason}"
-        )
+        last = f"{skipped[-1].key}: {skipped[-1].reason}"
+        raise ValueError(f"none of {count} pictures can be used: {reason}; last: {last}")
 
 
-def _finished(out: Path, index: int) -> tuple[Shard, list[list[str]]] | None:
-    """What is known of a finished shard; None if it is not."""
+def _finished(out: Path, index: int) -> tuple[Shard, list[Skipped]] | None:
+    """A shard and what was left out of it; None if it is not finished."""
     path = out / PARTS / f"{shard_name(index)}.json"
     if not path.is_file():
         return None
     part = read_json(path)
     shard = Shard(**part["shard"])
     tar = out / shard.file
-    return (shard, part["skipped"]) if tar.is_file() and tar.stat().st_size == shard.bytes else None
+    if not tar.is_file() or tar.stat().st_size != shard.bytes:
+        return None
+    return shard, [Skipped(*entry) for entry in part["skipped"]]
 
 
 def wait_until(out: Path, ready: Callable[[], T | None], what: str) -> T:
@@ -302,35 +314,6 @@ def wait_for_plan(out: Path, plan: dict, seconds: float = 60.0) -> None:
                 return
         time.sleep(0.1)
     raise ValueError(f"{out} was not claimed for this encode within {seconds:.0f} s; see what process 0 says")
-
-
-def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
-    while batch := list(islice(items, size)):
-        yield batch
-
-
-def _encode_batch(
-    source: str,
-    items: Sequence[Item],
-    tokenizer: ImageTokenizer,
-    size: tuple[int, int],
-    fit: str,
-    skipped: list[Skipped],
-) -> Iterator[Sample]:
-    kept, pictures = [], []
-    for item in items:
-        try:
-            if not item.caption:
-                raise ValueError(NO_CAPTION)
-            pictures.append(open_picture(item, size, fit))
-            kept.append(item)
-        except ValueError as error:
-            skipped.append(Skipped(item.key, str(error)))
-    if not kept:
-        return
-    for item, picture, codes in zip(kept, pictures, tokenizer.encode(pixels(pictures)).cpu().numpy(), strict=True):
-        metadata = {"source": source, "file": item.path.name, "size": picture.info["original_size"]}
-        yield Sample(item.key, codes, item.caption, metadata)
 
 
 def processes() -> tuple[int, int, int]:

@@ -116,8 +116,8 @@ class TokenDataModule(L.LightningDataModule):
         self.split, self.start = self._split(old.after(state["batches"], self.train_sets)), 0
         rest = sum(total(spans) for spans in self.split.left[0].values())
         self.notes.append(
-            f"data: the checkpoint's run had {old.world} ranks x {old.workers} workers and batches of {old.batch_size}; "
-            f"what is left of epoch {min(self.split.left[0])} ({rest} samples) is divided again"
+            f"data: the checkpoint is of {old.world} ranks x {old.workers} workers and batches of {old.batch_size}, "
+            f"so what is left of epoch {min(self.split.left[0])} ({rest} samples) is divided again"
         )
 
     def sample_tokens(self, limit: int) -> Tensor:

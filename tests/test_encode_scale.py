@@ -357,5 +357,5 @@ def test_the_other_fit_is_another_encode(tmp_path: Path, first: str, second: str
     assert files(out) == before
     run(folder, tmp_path / "other", shards=1, fit=second)
     assert files(tmp_path / "other")["shard-000000.tar"] != before["shard-000000.tar"]
-    with pytest.raises(ValueError, match="fit is 'stretch'; use crop or pad"):
+    with pytest.raises(ValueError, match="fit is 'stretch'; use one of crop, pad"):
         run(folder, tmp_path / "third", fit="stretch")

@@ -150,7 +150,8 @@ def test_at_another_world_size_the_rest_of_the_epoch_comes_first(tmp_path: Path)
     old = Split(2, 1, 2, ({0: [(0, 24)]},))
     module.split = old
     module.load_state_dict(json.loads(json.dumps(module.state_dict() | {"batches": 3})))
-    assert "had 2 ranks x 1 workers and batches of 2" in module.notes[0] and "12 samples" in module.notes[0]
+    assert "the checkpoint is of 2 ranks x 1 workers and batches of 2" in module.notes[0]
+    assert "12 samples" in module.notes[0]
     rest = [k for b in itertools.islice(module.train_dataloader(), 3) for k in b.keys]
     assert len(seen) == len(rest) == 12 and sorted(seen + rest) == all_keys([8, 8, 8])
 

@@ -89,7 +89,7 @@ def test_a_shard_that_cannot_be_read_ends_all_ranks_with_its_name_and_one_rank_c
     wait_for_step(process, out, step + 20, 60)
     process.terminate()
     output, _ = process.communicate(timeout=60)
-    assert "had 2 ranks x 2 workers and batches of 2" in output and "is divided again" in output
+    assert "the checkpoint is of 2 ranks x 2 workers and batches of 2" in output and "is divided again" in output
 
 
 @pytest.fixture(scope="module")

@@ -90,11 +90,12 @@ class HubSource(Source):
 
     def take(self, split: str, numbers: Sequence[int]) -> Iterator[Item]:
         found = self._open(split)
-        if not self.sequential:
-            rows: Iterator[tuple[int, Any]] = ((int(i), found[int(i)]) for i in numbers)
+        if self.sequential and numbers:
+            first, wanted = numbers[0], set(numbers)
+            stream = zip(range(first, numbers[-1] + 1), found.skip(first), strict=False)
+            rows = ((i, row) for i, row in stream if i in wanted)
         else:
-            assert len(numbers) == int(numbers[-1]) - int(numbers[0]) + 1, "a stream is read in its order"
-            rows = zip(map(int, numbers), found.skip(int(numbers[0])), strict=False)
+            rows = ((i, found[i]) for i in numbers)
         image, caption_column = self.columns
         given = 0
         for i, row in rows:
@@ -110,7 +111,7 @@ class HubSource(Source):
             path = Path(f"{self.name} row {i}" if load else str(file))
             yield Item(f"{i:08d}", caption.strip(), path, load=load)
         if given < len(numbers):
-            raise ValueError(f"source {self.name} ends at row {int(numbers[0]) + given}; set a smaller limit")
+            raise ValueError(f"source {self.name} ends before row {numbers[given]}; set a smaller limit")
 
     def identity(self, split: str) -> str:
         found = self._open(split)

@@ -28,7 +28,7 @@ class TarSource(ListedSource):
 
     Named by a folder of tars, a pattern with *, or what `webdataset` takes: {000..063}, `pipe:COMMAND`, URLs, several
     with `::` between. Plain local tars are read in any order, all others from first to last, once to list
-    them and once for every shard that takes samples from them. Split as a folder's pictures are.
+    what they hold and once in every process that encodes them. Split as a folder's pictures are.
     """
 
     licence = "that of the tars' pictures"
@@ -59,14 +59,16 @@ class TarSource(ListedSource):
         if not self.sequential:
             yield from super().take(split, numbers)
             return
-        wanted = {item.key: item.identity for item in super().take(split, numbers)}
-        for url in dict.fromkeys(self._url_of[key] for key in wanted):
+        listed = list(super().take(split, numbers))
+        wanted = iter(listed)
+        due = next(wanted, None)
+        for url in dict.fromkeys(self._url_of[item.key] for item in listed):
             for item in self._read(url):
-                if wanted.get(item.key) == item.identity:
-                    del wanted[item.key]
+                if due and (item.key, item.identity) == (due.key, due.identity):
                     yield item
-        if wanted:
-            raise ValueError(f"source {self.name} has changed while it was read: {len(wanted)} samples are missing")
+                    due = next(wanted, None)
+        if due:
+            raise ValueError(f"source {self.name} has changed while it was read: {due.path} is not what it was")
 
     def _all(self) -> Iterator[Item]:
         for url in self.urls:
