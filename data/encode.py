@@ -178,8 +178,9 @@ class _Job:
                 # Before the shard is written: with the pictures repaired, the same command resumes.
                 check_skipped(skipped, seen)
                 shard = write_shard(self.out / shard_name(index), samples, self.tokenizer.codebook_size)
-                part = {"shard": asdict(shard), "skipped": [[s.key, s.reason] for s in mine]}
-                write_json(self.out / PARTS / f"{shard_name(index)}.json", part)
+                entries = [[s.key, s.reason] for s in mine]
+                notes = self.out / PARTS / f"{shard_name(index)}.json"
+                write_json(notes, {"shard": asdict(shard), "skipped": entries})
             next(items, None)  # reads a stream to its end, where a pipe tells of a failure
         for line in skipped:
             tqdm.write(f"skipped: {line.key}: {line.reason}")
