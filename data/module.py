@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from draftgrid.data.config import StreamConfig
 from draftgrid.data.places import Cache, join
 from draftgrid.data.shards import check_manifest
-from draftgrid.data.stream import FiniteStream, ShardSet, Split, TokenStream, first_tokens, total
+from draftgrid.data.stream import FiniteStream, ShardSet, Split, TokenStream, readable, stack, total
 
 
 class TokenDataModule(L.LightningDataModule):
@@ -122,7 +122,7 @@ class TokenDataModule(L.LightningDataModule):
 
     def sample_tokens(self, limit: int) -> Tensor:
         """(N, H, W) codes of the first `limit` training samples in file order: for count tables."""
-        return first_tokens(self.train_sets, limit)
+        return stack(readable(self.train_sets, limit))
 
 
 def _ignore_interrupt(_: int) -> None:

@@ -204,6 +204,8 @@ def read_index(file: IO[bytes]) -> Index:
 
 def read_sample(file: IO[bytes], where: str, index: Index, i: int, metadata: bool = True) -> Sample | Broken:
     """Sample i of an open tar, or why not; `metadata` says whether its .json is read too."""
+    if i >= len(index.keys):
+        return Broken(f"{where} sample {i}", index.damage or "missing from the shard")
     where = f"{where} sample {index.keys[i]}"
     spans = index.parts[i, : 3 if metadata else 2].tolist()
     for suffix, (offset, _) in zip(SUFFIXES, spans, strict=False):
@@ -221,21 +223,6 @@ def read_sample(file: IO[bytes], where: str, index: Index, i: int, metadata: boo
         return Sample(index.keys[i], tokens, caption.decode(), json.loads(rest[0]) if metadata else {})
     except Exception as error:  # of one flipped byte in a header numpy makes a TokenError, a TypeError or a BadZipFile
         return Broken(where, str(error).replace("\n", " ") or type(error).__name__)
-
-
-def read_shard(path: Path, expected: int | None = None) -> Iterator[Sample | Broken]:
-    """Samples in file order; what cannot be read comes as Broken, a truncated end included (up to `expected`)."""
-    count, damage = 0, "missing from the shard"
-    try:
-        with open(path, "rb") as file:
-            index = read_index(file)
-            count, damage = len(index.keys), index.damage or damage
-            for i in range(count if expected is None else min(count, expected)):
-                yield read_sample(file, str(path), index, i)
-    except OSError as error:
-        damage = str(error)
-    for lost in range(count, expected or 0):
-        yield Broken(f"{path} sample {lost}", damage)
 
 
 def _array(data: bytes) -> np.ndarray:

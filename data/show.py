@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from draftgrid.common.cli import check_ranges, key, main
 from draftgrid.common.files import atomic
 from draftgrid.common.sheet import contact_sheet
-from draftgrid.data.shards import Broken, check_manifest, read_manifest, read_shard
+from draftgrid.data.shards import Broken, Sample, check_manifest, read_manifest
+from draftgrid.data.stream import ShardSet, stack
 from draftgrid.heads.tokenizers import load_tokenizer
 
 
@@ -36,16 +36,16 @@ def run(config: ShowConfig) -> None:
     manifest = check_manifest(folder, tokenizer.fingerprint, read_manifest(folder).grid)
     codes = np.zeros(manifest.codes, np.int64)
     words: list[int] = []
-    shown: list[np.ndarray] = []
+    shown: list[Sample] = []
     every = max(1, manifest.samples // images)
-    for shard in tqdm(manifest.shards, desc="read", unit="shard"):
-        for sample in read_shard(folder / shard.file):
-            if isinstance(sample, Broken):
-                continue
-            if len(words) % every == 0 and len(shown) < images:
-                shown.append(sample.tokens)
-            codes += np.bincount(sample.tokens.reshape(-1), minlength=manifest.codes)
-            words.append(len(sample.caption.split()))
+    samples = ShardSet(str(folder), manifest).in_file_order(0, manifest.samples)
+    for sample in tqdm(samples, total=manifest.samples, desc="read", unit="sample"):
+        if isinstance(sample, Broken):
+            continue
+        if len(words) % every == 0 and len(shown) < images:
+            shown.append(sample)
+        codes += np.bincount(sample.tokens.reshape(-1), minlength=manifest.codes)
+        words.append(len(sample.caption.split()))
     if not words:
         raise ValueError(f"{folder} holds no readable sample")
     words.sort()
@@ -59,7 +59,7 @@ def run(config: ShowConfig) -> None:
     if manifest.sampling:
         settings = (f"{k} {v}" for k, v in manifest.sampling.items() if k not in ("backbone", "heads"))
         print(f"  drawn by {', '.join(settings)}")
-    pictures = tokenizer.pil(torch.from_numpy(np.stack(shown).astype(np.int64)))
+    pictures = tokenizer.pil(stack(shown))
     path = Path(config.out) / "sheet.png"
     with atomic(path) as temporary:
         contact_sheet([pictures[i : i + 8] for i in range(0, len(pictures), 8)]).save(temporary, "PNG")

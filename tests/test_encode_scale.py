@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 from draftgrid.data import encode as encode_module
 from draftgrid.data.encode import EncodeConfig, encode, wait_for_plan
-from draftgrid.data.shards import MANIFEST, Manifest, Sample, read_manifest, read_shard
+from draftgrid.data.shards import MANIFEST, Manifest, Sample, read_manifest
 from draftgrid.data.sources import FolderSource
 from draftgrid.heads.tokenizers import PatchVQ
-from tests.data_fixtures import files, tiny_tokenizer, write_pictures
+from tests.data_fixtures import files, read_shard, tiny_tokenizer, write_pictures
 
 ROOT = Path(__file__).parents[1]
 FORK = get_context("fork")

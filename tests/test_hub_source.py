@@ -16,9 +16,9 @@ import pytest
 from PIL import Image
 
 from draftgrid.data.encode import SKIPPED, encode
-from draftgrid.data.shards import Sample, read_shard
+from draftgrid.data.shards import Sample
 from draftgrid.data.sources import HubSource, TarSource, open_picture, open_source, pixels
-from tests.data_fixtures import files, tiny_tokenizer, write_pictures
+from tests.data_fixtures import files, read_shard, tiny_tokenizer, write_pictures
 
 
 def picture(number: int, size: int = 16) -> Image.Image:

@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 
 from draftgrid.common.cli import compose
-from draftgrid.data.shards import Sample, read_manifest, read_shard
+from draftgrid.data.shards import Sample, read_manifest
 from draftgrid.recipes.launch.build import open_sources, prepare_data
 from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, TrainConfig
 from draftgrid.training.checkpoint import pick_checkpoint, read_checkpoint
 from tests.conftest import World
-from tests.data_fixtures import codes_by_hand, files, tiny_tokenizer, write_pictures
+from tests.data_fixtures import codes_by_hand, files, read_shard, tiny_tokenizer, write_pictures
 from tests.test_train import fit, last_step, spawn, wait_for_step
 from tests.tiny import tiny_emu3
 
