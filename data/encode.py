@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -319,7 +319,8 @@ def wait_for_plan(out: Path, plan: dict, seconds: float = 60.0) -> None:
 
 def processes() -> tuple[int, int, int]:
     """(rank, world, rank on this machine) as torchrun says."""
-    return tuple(int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))  # type: ignore[return-value]
+    rank, world, local = map(os.environ.get, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return int(rank or 0), int(world or 1), int(local or 0)
 
 
 def _size(text: str) -> tuple[int, int] | None:
@@ -335,8 +336,8 @@ def run(config: EncodeConfig) -> None:
     device = config.device
     if device == "auto":
         device = f"cuda:{local % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-    columns: dict[str, Any] = {"image": config.image_column, "caption": config.caption_column}
-    source = open_source(config.source, config.copies, **columns, streaming=config.streaming)
+    columns = config.image_column, config.caption_column
+    source = open_source(config.source, config.copies, *columns, config.streaming)
     tokenizer = load_tokenizer(config.tokenizer, device)
     manifest = encode(
         source,

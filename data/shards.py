@@ -90,11 +90,7 @@ def write_shard(path: Path, samples: Sequence[Sample], codes: int) -> Shard:
                 info = tarfile.TarInfo(f"{sample.key}.{suffix}")
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
-    return describe_shard(path, len(samples))
-
-
-def describe_shard(path: Path, samples: int) -> Shard:
-    return Shard(path.name, samples, path.stat().st_size, sha256(path))
+    return Shard(path.name, len(samples), path.stat().st_size, sha256(path))
 
 
 def read_manifest(place: str | Path) -> Manifest:
@@ -104,16 +100,16 @@ def read_manifest(place: str | Path) -> Manifest:
     """
     name = join(place, MANIFEST)
     try:
-        value = json.loads(read_bytes(name, "manifest"))
+        text = read_bytes(name, "manifest")
     except FileNotFoundError:
         folder = Path(place)
         parts = len(list(folder.glob("shard-*.tar"))) if not is_url(place) and folder.is_dir() else 0
         state = f"holds {parts} shards of an unfinished encode" if parts else "holds no token shards"
         raise ValueError(f"{place} {state} (no {MANIFEST}); run: draftgrid encode source=... out={place}") from None
+    try:
+        value = json.loads(text)
     except ValueError as error:
-        if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-            raise ValueError(f"{name} is not valid JSON ({error}); it may be cut short") from None
-        raise
+        raise ValueError(f"{name} is not valid JSON ({error}); it may be cut short") from None
     if isinstance(value, dict) and value.get("format") != FORMAT:
         raise ValueError(f"{name}: format is {value.get('format')!r}; this version reads {FORMAT}")
     held = read_fields(value, name, FIELDS)

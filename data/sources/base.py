@@ -8,7 +8,7 @@ import hashlib
 import io
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -70,6 +70,9 @@ class Source(ABC):
 class ListedSource(Source):
     """A source whose items are all known at once."""
 
+    captions = ""
+    """Where its captions are looked for."""
+
     @abstractmethod
     def items(self, split: str) -> list[Item]:
         """The items of one split, in a fixed order. Raises ValueError if the split does not exist."""
@@ -82,7 +85,7 @@ class ListedSource(Source):
         if split not in self._listed:
             self._listed[split] = self.items(split)
             if not self._listed[split]:
-                raise ValueError(f"source {self.name} has no picture in split {split!r}")
+                raise ValueError(f"source {self.name} has no captioned picture in split {split!r} ({self.captions})")
         return self._listed[split]
 
     def count(self, split: str, limit: int = 0) -> int:
@@ -97,10 +100,21 @@ class ListedSource(Source):
         return hashlib.sha256("\n".join(item.identity for item in self._list(split)).encode()).hexdigest()
 
 
-def by_hash(caption: str) -> str:
-    """90 / 5 / 5 by a hash of the caption, so equal captions stay together, for sources without splits of their own."""
-    bucket = int(hashlib.sha256(caption.encode()).hexdigest()[:8], 16) % 100
-    return "train" if bucket < 90 else "validation" if bucket < 95 else "test"
+def by_hash(items: Iterable[Item], split: str, kind: str) -> list[Item]:
+    """The items of one split, for sources without splits of their own: 90 / 5 / 5 by a hash of the caption, so that
+    equal captions stay together; split `all` is everything. Raises ValueError for another split."""
+    check_split(split, kind, "all")
+
+    def split_of(caption: str) -> str:
+        bucket = number_of(caption) % 100
+        return "train" if bucket < 90 else "validation" if bucket < 95 else "test"
+
+    return [item for item in items if split in ("all", split_of(item.caption))]
+
+
+def number_of(text: str) -> int:
+    """A whole number below 2^32 that depends on the text alone."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
 
 
 def check_split(split: str, kind: str, *more: str) -> None:
@@ -177,10 +191,8 @@ def caption_of(row: dict[str, Any], key: str) -> str:
 
 
 def drawn(caption: Any, key: str) -> Any:
-    """One of a list, by the key; what is no list, and an empty one, as it is."""
-    if not isinstance(caption, list) or not caption:
-        return caption
-    return caption[int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % len(caption)]
+    """One of a list, picked by the key; anything else, and an empty list, stays as it is."""
+    return caption[number_of(key) % len(caption)] if isinstance(caption, list) and caption else caption
 
 
 def check_text(text: str, where: str) -> None:

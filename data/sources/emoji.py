@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from draftgrid.common.packages import need
-from draftgrid.data.sources.base import Item, ListedSource, check_split
+from draftgrid.data.sources.base import Item, ListedSource, check_split, number_of
 
 
 class EmojiSource(ListedSource):
@@ -50,7 +50,7 @@ class EmojiSource(ListedSource):
 
     @staticmethod
     def split_of(concept: str) -> str:
-        bucket = int(hashlib.sha256(concept.lower().encode()).hexdigest()[:8], 16) % 100
+        bucket = number_of(concept.lower()) % 100
         return "train" if bucket < 88 else "validation" if bucket < 94 else "test"
 
     def _copy(self, item: Item, k: int) -> Item:

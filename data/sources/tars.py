@@ -11,16 +11,7 @@ from typing import Any
 
 from draftgrid.common.packages import need
 from draftgrid.data.shards import members
-from draftgrid.data.sources.base import (
-    CAPTIONS,
-    Item,
-    ListedSource,
-    by_hash,
-    caption_of,
-    check_split,
-    hidden,
-    short_key,
-)
+from draftgrid.data.sources.base import CAPTIONS, Item, ListedSource, by_hash, caption_of, hidden, short_key
 
 
 class TarSource(ListedSource):
@@ -32,6 +23,7 @@ class TarSource(ListedSource):
     """
 
     licence = "that of the tars' pictures"
+    captions = "captions: .txt or .json"
     _pictures = ("jpg", "jpeg", "png", "webp")
 
     def __init__(self, pattern: str) -> None:
@@ -52,8 +44,7 @@ class TarSource(ListedSource):
         self._url_of: dict[str, str] = {}
 
     def items(self, split: str) -> list[Item]:
-        check_split(split, "a set of tars", "all")
-        return [item for item in self._all() if split == "all" or by_hash(item.caption) == split]
+        return by_hash(self._all(), split, "a set of tars")
 
     def take(self, split: str, numbers: Sequence[int]) -> Iterator[Item]:
         if not self.sequential:
