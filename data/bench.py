@@ -35,6 +35,12 @@ from draftgrid.data.stream import ShardSet, Split, TokenStream
 from draftgrid.data.verify import verify
 from draftgrid.heads.tokenizers import load_tokenizer
 
+FORWARD = 2 * 8.5e9 * 8200 + 2 * 32 * 8200**2 * 4096
+"""FLOP of Emu3-8B's forward: 2 x weights x tokens, and attention in 32 layers of width 4,096."""
+HEADS = 6 * 7 * 5 * 4096**2 * 8100
+"""FLOP of training seven heads of 5 x 4,096^2 weights on 8,100 cells."""
+CONSUMED = 8 * 0.45 * 989e12 / (FORWARD + HEADS)
+"""Pictures a second that training these heads takes in on 8 H200, at 45 % of 989e12 FLOP/s (dense bf16) each."""
 PICTURES = 430
 """Distinct pictures to encode; all other samples are variants of their codes."""
 
@@ -118,17 +124,6 @@ def epoch_of(folder: Path, split: Split, steps: int, rank: int) -> tuple[list[in
     return numbers, time.perf_counter() - begun, uss
 
 
-def consumed_by_emu3() -> float:
-    """Pictures a second that training heads on Emu3-8B takes in on 8 H200.
-
-    Frozen forward: 2 FLOP x 8.5e9 weights x 8,200 tokens + attention 2 x 32 layers x 8,200^2 x 4,096. Seven heads of
-    5 x 4,096^2 weights: 6 FLOP x 8,100 cells. 989e12 FLOP/s (dense bf16) a GPU, of which 45 %.
-    """
-    forward = 2 * 8.5e9 * 8200 + 2 * 32 * 8200**2 * 4096
-    heads = 6 * 7 * 5 * 4096**2 * 8100
-    return 8 * 0.45 * 989e12 / (forward + heads)
-
-
 def run(config: BenchConfig) -> None:
     check_ranges(config)
     if config.smoke:
@@ -178,8 +173,8 @@ def measure(folder: Path, manifest: Manifest, config: BenchConfig) -> dict[str, 
         "seen once, more, never": [once, len(seen) - once, manifest.samples - len(seen)],
         "allowed never": config.ranks * config.workers * size,
         "all ranks (samples/s)": len(seen) / max(seconds),
-        "Emu3-8B on 8 H200 takes (samples/s)": consumed_by_emu3(),
-        "stream / Emu3-8B": figures["stream (samples/s, one process)"] / consumed_by_emu3(),
+        "Emu3-8B on 8 H200 takes (samples/s)": CONSUMED,
+        "stream / Emu3-8B": figures["stream (samples/s, one process)"] / CONSUMED,
     }
     if all(uss):
         firsts, lasts, most = [u[0] for u in uss], [u[-1] for u in uss], map(max, uss)

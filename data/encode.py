@@ -28,7 +28,8 @@ from draftgrid.common.cli import key, main
 from draftgrid.common.files import read_json, write_json, write_text
 from draftgrid.common.settings import one_of, whole
 from draftgrid.data.shards import MANIFEST, MAX_BROKEN, Manifest, Sample, Shard, read_manifest, shard_name, write_shard
-from draftgrid.data.sources import ABSENT, FITS, NO_CAPTION, Item, Source, open_picture, open_source, pixels
+from draftgrid.data.sources import Item, Source, open_picture, open_source, pixels
+from draftgrid.data.sources.base import ABSENT, FITS, NO_CAPTION
 from draftgrid.heads.tokenizers import ImageTokenizer, load_tokenizer
 
 T = TypeVar("T")
@@ -131,8 +132,8 @@ def encode(
         check_skipped(skipped, count)
         write_text(out / SKIPPED, "".join(json.dumps(asdict(s)) + "\n" for s in skipped))
         grid = (size[0] // tokenizer.patch, size[1] // tokenizer.patch)
-        codes, origin = (tokenizer.fingerprint, tokenizer.codebook_size), (source.name, source.licence, split)
-        Manifest(grid, *codes, *origin, tuple(shard for shard, _ in parts), len(skipped)).save(out)
+        done, origin = tuple(shard for shard, _ in parts), (source.name, source.licence, split)
+        Manifest(grid, tokenizer.fingerprint, tokenizer.codebook_size, *origin, done, len(skipped)).save(out)
     tidy(out)
     return read_manifest(out)
 

@@ -35,7 +35,6 @@ class TokenDataModule(L.LightningDataModule):
         self.train_sets += [shard_set(place, weight) for place, weight in config.mix.items()]
         self.validation_set = shard_set(join(config.dir, "validation"))
         self.split, self.start, self.seen = Split(), 0, 0
-        self._told = False
         self.notes: list[str] = []
         """What to tell the user about how the data is divided and where a run resumes."""
 
@@ -52,13 +51,13 @@ class TokenDataModule(L.LightningDataModule):
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total if self.trainer else None
         return progress.processed if progress else 0
 
-    def _split(self, left: tuple[dict, ...] = ()) -> Split:
+    def _divide(self, left: tuple[dict, ...] = ()) -> Split:
         return Split(self._world()[1], max(1, self.config.workers), self.config.batch_size, left)
 
     def train_dataloader(self) -> DataLoader:
         c, (rank, _) = self.config, self._world()
         if not self.split.left:
-            self.split = self._split()
+            self.split = self._divide()
         self.seen = self._processed()
         stream = TokenStream(self.train_sets, self.split, self.seed, c.caption_dropout, rank, self.start)
         self._tell(rank)
@@ -71,10 +70,7 @@ class TokenDataModule(L.LightningDataModule):
         return DataLoader(stream, batch_size=None, num_workers=0)
 
     def _tell(self, rank: int) -> None:
-        """Once, when training begins."""
-        if self._told:
-            return
-        self._told = True
+        """When training begins: how the data is divided, and what a resumed run found changed."""
         split = self.split
         for s in self.train_sets:
             each, rest = divmod(s.size, split.readers)
@@ -109,11 +105,11 @@ class TokenDataModule(L.LightningDataModule):
                 )
         left = tuple({int(e): [(a, b) for a, b in spans] for e, spans in part.items()} for part in state["left"])
         old = Split(state["world"], state["workers"], state["batch_size"], left)
-        new = self._split(left)
+        new = self._divide(left)
         if new == old:
             self.split, self.start = old, state["batches"]
             return
-        self.split, self.start = self._split(old.after(state["batches"], self.train_sets)), 0
+        self.split, self.start = self._divide(old.after(state["batches"], self.train_sets)), 0
         rest = sum(total(spans) for spans in self.split.left[0].values())
         self.notes.append(
             f"data: the checkpoint is of {old.world} ranks x {old.workers} workers and batches of {old.batch_size}, "

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from draftgrid.common.files import atomic
+
 T = TypeVar("T")
 
 GIVE_UP = 40.0
@@ -110,15 +112,10 @@ class Cache:
                 os.utime(file.fileno())
                 return file
             file.close()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{sha256}.{os.getpid()}.part"
-        try:
+        with atomic(path) as temporary:
             with open(temporary, "w+b") as out:
                 fetch(place, size, sha256, out)
-            file = open(temporary, "rb")  # noqa: SIM115
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+            file = open(temporary, "rb")  # noqa: SIM115 - before another process may drop it
         self._shrink(keep=path)
         return file
 

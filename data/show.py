@@ -53,9 +53,11 @@ def run(config: ShowConfig) -> None:
     print(f"  source {manifest.source}, split {manifest.split}; licence: {manifest.licence}")
     print(f"  grid {manifest.grid[0]}x{manifest.grid[1]}, tokenizer {manifest.tokenizer[:12]}, {manifest.codes} codes")
     print(f"  words a caption: {words[0]} to {words[-1]}, median {words[len(words) // 2]}")
-    frequent = ", ".join(f"{c} {codes[c] / codes.sum():.1%}" for c in codes.argsort()[::-1][:5])
+    order, shares = codes.argsort()[::-1], codes / codes.sum()
+    frequent = ", ".join(f"{c} {shares[c]:.1%}" for c in order[:5])
     print(f"  {np.count_nonzero(codes)} codes used; most frequent: {frequent}")
-    print(f"  codes by thirds of the codebook, most frequent first: {_thirds(codes)}")
+    thirds = ", ".join(f"{shares[third].sum():.1%}" for third in np.array_split(order, 3))
+    print(f"  codes by thirds of the codebook, most frequent first: {thirds}")
     if manifest.sampling:
         settings = (f"{k} {v}" for k, v in manifest.sampling.items() if k not in ("backbone", "heads"))
         print(f"  drawn by {', '.join(settings)}")
@@ -64,12 +66,6 @@ def run(config: ShowConfig) -> None:
     with atomic(path) as temporary:
         contact_sheet([pictures[i : i + 8] for i in range(0, len(pictures), 8)]).save(temporary, "PNG")
     print(f"  contact sheet: {path}")
-
-
-def _thirds(codes: np.ndarray) -> str:
-    """How much of all tokens the most, the middling and the least frequent third of the codes make up."""
-    parts = np.array_split(np.sort(codes)[::-1], 3)
-    return ", ".join(f"{part.sum() / codes.sum():.1%}" for part in parts)
 
 
 command = partial(main, run, ShowConfig, __doc__)

@@ -8,9 +8,10 @@ import hashlib
 import io
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,12 @@ def by_hash(items: Iterable[Item], split: str, kind: str) -> list[Item]:
     """The items of one split, for sources without splits of their own: 90 / 5 / 5 by a hash of the caption, so that
     equal captions stay together; split `all` is everything. Raises ValueError for another split."""
     check_split(split, kind, "all")
+    return [item for item in items if split in ("all", split_of(item.caption, 90, 95))]
 
-    def split_of(caption: str) -> str:
-        bucket = number_of(caption) % 100
-        return "train" if bucket < 90 else "validation" if bucket < 95 else "test"
 
-    return [item for item in items if split in ("all", split_of(item.caption))]
+def split_of(text: str, *borders: int) -> str:
+    """The split that the text's hash falls into, by the percentages at which validation and test begin."""
+    return SPLITS[bisect(borders, number_of(text) % 100)]
 
 
 def number_of(text: str) -> int:
@@ -142,10 +143,8 @@ def open_picture(item: Item, size: int | tuple[int, int], fit: str = "crop") -> 
     white = Image.new("RGBA", picture.size, "white")
     picture = Image.alpha_composite(white, picture).convert("RGB")
     shape = (size, size) if isinstance(size, int) else size[::-1]
-    if fit == "crop":
-        picture = ImageOps.fit(picture, shape, Image.Resampling.LANCZOS)
-    else:
-        picture = ImageOps.pad(picture, shape, Image.Resampling.LANCZOS, color="white")
+    resize = ImageOps.fit if fit == "crop" else partial(ImageOps.pad, color="white")
+    picture = resize(picture, shape, Image.Resampling.LANCZOS)
     if item.mirror:
         picture = ImageOps.mirror(picture)
     if item.shift != (0, 0):

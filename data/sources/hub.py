@@ -119,15 +119,11 @@ class HubSource(Source):
         if self.sequential:
             text = str(found.info.version)
         else:
-            text = "\n".join(map(str, [*found[caption], *_sizes(found.data.column(image))]))
+            import pyarrow.compute as pc
+
+            sizes = pc.binary_length(pc.struct_field(found.data.column(image), "bytes"))  # type: ignore[attr-defined]
+            text = "\n".join(map(str, [*found[caption], *sizes.to_pylist()]))
         return hashlib.sha256(f"{self.name}@{self.part or split} {self.columns}\n{text}".encode()).hexdigest()
-
-
-def _sizes(pictures: Any) -> list[int | None]:
-    """Bytes of each picture of a column, None where it is a file of its own."""
-    import pyarrow.compute as pc
-
-    return pc.binary_length(pc.struct_field(pictures, "bytes")).to_pylist()  # type: ignore[attr-defined]
 
 
 def _read(file: str) -> bytes:
