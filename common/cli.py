@@ -58,13 +58,11 @@ def _check_range(name: str, number: float, allowed: Mapping[str, Any], value: An
     low = least is None or number >= least
     if math.isfinite(number) and low and (most is None or number <= most) and (above is None or number > above):
         return
-    if least is not None and most is not None:
-        right = f"a number from {least:g} to {most:g}"
-    elif least is not None:
-        right = f"a finite number of at least {least:g}"
-    else:
-        right = "a finite number" if above is None else f"a finite number above {above:g}"
-        right += "" if most is None else f" and at most {most:g}"
+    right = "a finite number" if above is None else f"a finite number above {above:g}"
+    if least is not None:
+        right = f"a finite number of at least {least:g}" if most is None else f"a number from {least:g} to {most:g}"
+    elif most is not None:
+        right += f" and at most {most:g}"
     raise ValueError(f"{name} is {value}; use {right}")
 
 

@@ -8,9 +8,7 @@ from draftgrid.common.cli import check_ranges, key
 @dataclass
 class StreamConfig:
     dir: str = key("", "folder or URL (s3://, gs://, hf://, http://) with the shard sets train/ and validation/")
-    mix: dict[str, float] = key(
-        dict, "more shard sets to train on, {place: weight}; dir/train itself weighs 1", above=0
-    )
+    mix: dict[str, float] = key(dict, "more shard sets to train on, {place: weight}; dir/train weighs 1", above=0)
     source: str = key("", "what to encode if dir is still empty, as data.encode takes it; '' = never encode")
     copies: int = key(1, "emoji only: copies of a training picture when encoding, the original included", least=1)
     shards: int = key(16, "shard files when encoding", least=1)

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -45,9 +45,7 @@ GIVE_UP = 900.0
 
 @dataclass
 class EncodeConfig:
-    source: str = key(
-        "emoji", "emoji; folder:PATH; wds:TARS (a folder, *.tar, {000..063}.tar, pipe:COMMAND); hf:NAME[@SPLIT]"
-    )
+    source: str = key("emoji", "emoji; folder:PATH; wds:TARS (folder, *.tar, {0..63}.tar, pipe:...); hf:NAME[@SPLIT]")
     out: str = key("runs/data/emoji/train", "folder for the shards and their manifest")
     split: str = key("train", "train, validation or test; where the source has no splits of its own also all")
     shards: int = key(16, "number of shard files", least=1)
@@ -58,9 +56,7 @@ class EncodeConfig:
     image_column: str = key("", "hf: the column of pictures; '' = image, jpg, png or webp")
     caption_column: str = key("", "hf: the column of captions; '' = caption, text or prompt")
     streaming: str = key("auto", "hf: true reads rows as they arrive, false from disk; auto = true on the hub")
-    copies: int = key(
-        1, "emoji only: mirrored and shifted copies of a training picture, the original included", least=1
-    )
+    copies: int = key(1, "emoji only: pictures for each training picture, itself and mirrored, shifted copies", least=1)
     batch_size: int = key(64, "pictures encoded at once", least=1)
     device: str = key("auto", "of the tokenizer: auto (each process its own GPU, if there is one), cpu, cuda:1, ...")
     seed: int = key(0, "order of the samples over the shards", least=0)
@@ -101,8 +97,7 @@ def encode(
     out = Path(out)
     size = size or (tokenizer.image_size,) * 2
     if min(size) < 1 or any(side % tokenizer.patch for side in size):
-        shown = "x".join(map(str, size))
-        raise ValueError(f"size is {shown}; this tokenizer needs multiples of {tokenizer.patch} pixels")
+        raise ValueError(f"size is {size[0]}x{size[1]}; this tokenizer needs multiples of {tokenizer.patch} pixels")
     whole("shards", shards, 1)
     whole("batch_size", batch_size, 1)
     one_of("fit", fit, FITS)
@@ -159,7 +154,7 @@ class _Job:
         todo = [i for i in share if i not in finished]
         items = self.source.take(self.split, [n for i in todo for n in self.chunks[i].tolist()])
         total, kept = (sum(len(self.chunks[i]) for i in which) for which in (share, finished))
-        seen, begun, done = sum(len(c) for c in self.chunks), 0.0, 0
+        count, begun, done = sum(map(len, self.chunks)), 0.0, 0
         of = f", process {share.start + 1} of {share.step}" if share.step > 1 else ""
         title = f"encode {self.source.name} {self.split}{of}"
         with tqdm(total=total, initial=kept, desc=title, unit="img") as bar:
@@ -177,11 +172,10 @@ class _Job:
                     begun = begun or time.perf_counter()
                 skipped += mine
                 # Before the shard is written: with the pictures repaired, the same command resumes.
-                check_skipped(skipped, seen)
+                check_skipped(skipped, count)
                 shard = write_shard(self.out / shard_name(index), samples, self.tokenizer.codebook_size)
-                entries = [[s.key, s.reason] for s in mine]
-                notes = self.out / PARTS / f"{shard_name(index)}.json"
-                write_json(notes, {"shard": asdict(shard), "skipped": entries})
+                notes = {"shard": asdict(shard), "skipped": list(map(astuple, mine))}
+                write_json(self.out / PARTS / f"{shard_name(index)}.json", notes)
             next(items, None)  # reads a stream to its end, where a pipe tells of a failure
         for line in skipped:
             tqdm.write(f"skipped: {line.key}: {line.reason}")
@@ -203,8 +197,8 @@ class _Job:
             return
         codes = self.tokenizer.encode(pixels(pictures)).cpu().numpy()
         for item, picture, tokens in zip(kept, pictures, codes, strict=True):
-            size = picture.info["original_size"]
-            metadata = {"source": self.source.name, "file": item.path.name, "size": size}
+            origin = {"source": self.source.name, "file": item.path.name}
+            metadata = origin | {"size": picture.info["original_size"]}
             yield Sample(item.key, tokens, item.caption, metadata)
 
 
@@ -214,9 +208,8 @@ def check_skipped(skipped: Sequence[Skipped], count: int) -> None:
     if len(broken) > max(1, MAX_BROKEN * count):
         raise ValueError(f"{len(broken)} of {count} pictures cannot be read, more than 1 %; last: {broken[-1].reason}")
     if len(skipped) == count:
-        reason = f"{len(broken)} cannot be read, {count - len(broken)} have no caption or picture"
-        last = f"{skipped[-1].key}: {skipped[-1].reason}"
-        raise ValueError(f"none of {count} pictures can be used: {reason}; last: {last}")
+        last = f"{count - len(broken)} have no caption or picture; last: {skipped[-1].key}: {skipped[-1].reason}"
+        raise ValueError(f"none of {count} pictures can be used: {len(broken)} cannot be read, {last}")
 
 
 def _finished(out: Path, index: int) -> tuple[Shard, list[Skipped]] | None:

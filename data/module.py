@@ -36,7 +36,7 @@ class TokenDataModule(L.LightningDataModule):
         self.validation_set = shard_set(join(config.dir, "validation"))
         self.split, self.start, self.seen = Split(), 0, 0
         self.notes: list[str] = []
-        """What to tell the user about how the data is divided and where a run resumes."""
+        """What a resumed run says about its data when training begins."""
 
     @property
     def digest(self) -> str:
@@ -60,7 +60,9 @@ class TokenDataModule(L.LightningDataModule):
             self.split = self._divide()
         self.seen = self._processed()
         stream = TokenStream(self.train_sets, self.split, self.seed, c.caption_dropout, rank, self.start)
-        self._tell(rank)
+        if rank == 0 and self.trainer:
+            print(*self.notes, *map(self._described, self.train_sets), sep="\n", flush=True)
+        self.notes = []
         # A Ctrl-C reaches a terminal's whole process group; the run itself decides when to end.
         return DataLoader(stream, batch_size=None, num_workers=c.workers, worker_init_fn=_ignore_interrupt)
 
@@ -69,21 +71,16 @@ class TokenDataModule(L.LightningDataModule):
         stream = FiniteStream(self.validation_set, c.batch_size, *self._world(), c.validation_samples)
         return DataLoader(stream, batch_size=None, num_workers=0)
 
-    def _tell(self, rank: int) -> None:
-        """When training begins: how the data is divided, and what a resumed run found changed."""
-        split = self.split
-        for s in self.train_sets:
-            each, rest = divmod(s.size, split.readers)
-            weight = s.weight / sum(t.weight for t in self.train_sets)
-            steps = each * split.workers / (split.batch_size * weight)
-            origin = f", {weight:.0%} of every batch" if len(self.train_sets) > 1 else ""
-            self.notes.append(
-                f"data: {s.place}: {s.size} samples in {len(s.shards)} shards{origin}; an epoch is {steps:.1f} steps "
-                f"of {split.world} x {split.batch_size}, the same on every rank, and leaves {rest} samples unseen"
-            )
-        if rank == 0 and self.trainer:
-            print(*self.notes, sep="\n", flush=True)
-        self.notes = []
+    def _described(self, s: ShardSet) -> str:
+        """How a set is divided."""
+        split, (each, rest) = self.split, divmod(s.size, self.split.readers)
+        weight = s.weight / sum(t.weight for t in self.train_sets)
+        steps = each * split.workers / (split.batch_size * weight)
+        origin = f", {weight:.0%} of every batch" if len(self.train_sets) > 1 else ""
+        return (
+            f"data: {s.place}: {s.size} samples in {len(s.shards)} shards{origin}; an epoch is {steps:.1f} steps "
+            f"of {split.world} x {split.batch_size}, the same on every rank, and leaves {rest} samples unseen"
+        )
 
     # Resuming a stream takes one thing: which part of the epochs already begun is left -------------------------------
 

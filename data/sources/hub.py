@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftgrid.common.packages import need
+from draftgrid.common.settings import one_of
 from draftgrid.data.sources.base import CAPTIONS, Item, Source, drawn
 
 
@@ -23,8 +24,7 @@ class HubSource(Source):
         self.dataset, _, self.part = name.partition("@")
         self.name = f"hf:{Path(self.dataset).name if Path(self.dataset).exists() else self.dataset}"
         self.image, self.caption = image, caption
-        if streaming not in ("auto", "true", "false"):
-            raise ValueError(f"streaming is {streaming!r}; use auto, true or false")
+        one_of("streaming", streaming, ("auto", "true", "false"))
         path = Path(self.dataset)
         self.saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
         self.sequential = streaming == "true" or (streaming == "auto" and not path.exists())
@@ -66,11 +66,9 @@ class HubSource(Source):
                 raise ValueError(f"it is {found.split}")
             return found
         if path.is_file():
-            kind = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+            kind = {".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}.get(path.suffix, "parquet")
             files = {split.partition("[")[0]: str(path)}
-            return datasets.load_dataset(
-                kind.get(path.suffix, "parquet"), data_files=files, split=split, streaming=self.sequential
-            )
+            return datasets.load_dataset(kind, data_files=files, split=split, streaming=self.sequential)
         return datasets.load_dataset(self.dataset, split=split, streaming=self.sequential)
 
     def _column(self, what: str, named: str, usual: Sequence[str], columns: list[str]) -> str:
@@ -102,9 +100,9 @@ class HubSource(Source):
             given += 1
             picture = row[image] or {}
             data, file = picture.get("bytes"), picture.get("path")
-            load = partial(lambda data: data, data) if data or not file else None
-            if file and load is None and "://" in file:  # in a zip, or on the hub
-                load = partial(_read, file)
+            load = partial(_read, file) if file and "://" in file else None  # in a zip, or on the hub
+            if data or not file:
+                load = partial(lambda data: data, data)
             caption = drawn(row[caption_column], f"{i:08d}") or ""
             if not isinstance(caption, str):
                 raise ValueError(f"source {self.name} row {i}: {caption_column} is {caption!r}; it must be text")
