@@ -109,7 +109,7 @@ def split_overrides(arguments: Sequence[str], known: Keys) -> dict[str, str]:
 
 
 class Loader(yaml.SafeLoader):
-    """Refuses a key that comes twice, of which YAML keeps the last alone."""
+    """Refuses a key that comes twice; YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
@@ -203,17 +203,16 @@ def _typed(name: str, value: Any, known: Keys, parse: bool = False) -> Any:
     Text stays as it was typed: quotes, brackets, `${x}` and `???` are just words of a prompt.
     """
     kind = known[name][0]
+    origin = get_origin(kind)
     try:
-        parsed = yaml.load(value, Loader) if parse and get_origin(kind) in (list, dict) else value
-        return _convert(parsed, kind)
+        return _convert(yaml.load(value, Loader) if parse and origin in (list, dict) else value, kind)
     except (ValueError, TypeError, KeyError, yaml.YAMLError):
-        right = f"of type {kind if get_origin(kind) else kind.__name__}"
-        right = "{place: number, ...}" if get_origin(kind) is dict else right
+        right = "{place: number, ...}" if origin is dict else f"of type {kind if origin else kind.__name__}"
         raise ValueError(f"{name} is {value!r}; it must be {right}") from None
 
 
 def _convert(value: Any, kind: Any) -> Any:
-    """Raises ValueError or TypeError if it cannot be."""
+    """Raises ValueError, TypeError or KeyError if it is not of that kind."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is dict and isinstance(value, dict):
         return {str(key): _convert(v, inner[1]) for key, v in value.items()}
@@ -239,8 +238,8 @@ def show_help(schema: type, doc: str | None) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """What to tell of an error that is for a user to mend, '' of one that is not; a loader process sends a sentence at
-    the end of its traceback."""
+    """One sentence for an error that the user can fix, '' for any other; a loader process sends its sentence at the
+    end of a traceback."""
     if isinstance(error, ValueError):
         text = str(error)
         return text.rpartition("\nValueError: ")[2].strip() if text.startswith("Caught ValueError in ") else text
@@ -262,7 +261,7 @@ def main(
     default_recipe: str = "",
     arguments: Sequence[str] | None = None,
 ) -> None:
-    """Entry of every command: compose, run; what a user can mend ends it with one sentence and exit code 2."""
+    """Compose and run a command; an error that a user can fix ends it with one sentence and exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if any(a in ("-h", "--help", "help") for a in arguments):
         print(show_help(schema, doc))

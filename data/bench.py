@@ -8,6 +8,7 @@ Makes the shards if the folder has none: the demo's pictures as 90x90 codes, shi
 import io
 import itertools
 import multiprocessing
+import os
 import tarfile
 import time
 import warnings
@@ -104,7 +105,7 @@ def streamed(shards: ShardSet, split: Split, rank: int = 0, start: int = 0) -> I
     return iter(DataLoader(stream, batch_size=None, num_workers=workers))
 
 
-def memory(pid: int) -> float:
+def memory(pid: int | None) -> float:
     """MB of memory that this process shares with no other (USS)."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean", "Private_Dirty"))) / 1024
@@ -120,7 +121,8 @@ def epoch_of(folder: Path, split: Split, steps: int, rank: int) -> tuple[list[in
     for step, batch in enumerate(itertools.islice(batches, steps)):
         numbers += map(int, batch.keys)
         if step % max(1, steps // 20) == steps // 40:
-            uss.append(max(memory(child.pid) for child in multiprocessing.active_children()))  # type: ignore[arg-type]
+            readers = [child.pid for child in multiprocessing.active_children()] or [os.getpid()]
+            uss.append(max(map(memory, readers)))
     return numbers, time.perf_counter() - begun, uss
 
 
@@ -148,10 +150,13 @@ def measure(folder: Path, manifest: Manifest, config: BenchConfig) -> dict[str, 
     size = config.batch_size
     part = replace(manifest, shards=manifest.shards[: max(1, len(manifest.shards) // 8)])
     batches = part.samples // size
-    stream = partial(streamed, ShardSet(str(folder), part), Split(1, 1, size))
+    one = Split(1, 1, size)
     calls: dict[str, tuple[int, Callable[[], Any]]] = {
         "plain": (part.samples, partial(plain, folder, part)),
-        "stream": (batches * size, lambda: sum(1 for _ in itertools.islice(stream(), batches))),
+        "stream": (
+            batches * size,
+            lambda: sum(1 for _ in itertools.islice(streamed(ShardSet(str(folder), part), one), batches)),
+        ),
     }
     rates: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(config.repeats):  # in turn, so that both meet the same state of the machine
@@ -160,10 +165,9 @@ def measure(folder: Path, manifest: Manifest, config: BenchConfig) -> dict[str, 
     figures: dict[str, Any] = {f"{name} (samples/s, one process)": median(r) for name, r in rates.items()}
     split = Split(config.ranks, config.workers, size)
     steps = manifest.samples // split.readers // size * config.workers
+    read = partial(epoch_of, folder, split, steps)
     with ProcessPoolExecutor(config.ranks, multiprocessing.get_context("fork")) as ranks:
-        numbers, seconds, uss = zip(
-            *ranks.map(partial(epoch_of, folder, split, steps), range(config.ranks)), strict=True
-        )
+        numbers, seconds, uss = zip(*ranks.map(read, range(config.ranks)), strict=True)
     seen = Counter(itertools.chain.from_iterable(numbers))
     once = sum(n == 1 for n in seen.values())
     figures |= {
@@ -179,10 +183,8 @@ def measure(folder: Path, manifest: Manifest, config: BenchConfig) -> dict[str, 
     if all(uss):
         firsts, lasts, most = [u[0] for u in uss], [u[-1] for u in uss], map(max, uss)
         figures["USS of a worker (MB): first, last, most"] = [round(max(x), 1) for x in (firsts, lasts, most)]
-    whole = ShardSet(str(folder), manifest)
-    begun = time.perf_counter()
-    next(streamed(whole, Split(1, 2, size), start=manifest.samples // size // 2))
-    figures["first batch after 50 % (s)"] = time.perf_counter() - begun
+    resumed = partial(streamed, ShardSet(str(folder), manifest), Split(1, 2, size), start=manifest.samples // size // 2)
+    figures["first batch after 50 % (s)"] = timed(lambda: next(resumed()), torch.device("cpu"))
     return figures
 
 

@@ -16,7 +16,7 @@ class StreamConfig:
     validation_samples: int = key(0, "validate on the first N samples; 0 = all", least=0)
     workers: int = key(1, "loader processes per rank; 0 = in the training process", least=0)
     cache: str = key("", "folder that keeps fetched remote shards; '' = each is fetched whenever it is read")
-    cache_gb: float = key(50.0, "the cache is kept below so many 10^9 bytes", above=0)
+    cache_gb: float = key(50.0, "limit of the cache, in 10^9 bytes", above=0)
     caption_dropout: float = key(0.1, "share of captions replaced by the unconditional prompt", least=0, most=1)
 
     def check(self) -> None:

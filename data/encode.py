@@ -36,29 +36,29 @@ T = TypeVar("T")
 PLAN = "plan.json"
 SKIPPED = "skipped.jsonl"
 PARTS = ".parts"
-"""Folder of what is known of each finished shard until the manifest is written."""
+"""Folder with the notes on each finished shard, until the manifest is written."""
 OLD = ".old"
 """Folder within `out` that keeps what an overwriting encode found there until the new manifest is written."""
 GIVE_UP = 900.0
-"""Seconds without any sign of the other processes after which one no longer waits for them."""
+"""Seconds without any sign of the other processes after which this one stops waiting."""
 
 
 @dataclass
 class EncodeConfig:
     source: str = key("emoji", "emoji; folder:PATH; wds:TARS (folder, *.tar, {0..63}.tar, pipe:...); hf:NAME[@SPLIT]")
     out: str = key("runs/data/emoji/train", "folder for the shards and their manifest")
-    split: str = key("train", "train, validation or test; where the source has no splits of its own also all")
+    split: str = key("train", "train, validation or test; also all, if the source has no splits of its own")
     shards: int = key(16, "number of shard files", least=1)
     tokenizer: str = key("emoji", "folder of an image tokenizer; emoji is the demo's own")
     size: str = key("0", "pictures in pixels, HEIGHTxWIDTH or a square's side; 0 = what the tokenizer was made for")
-    fit: str = key("crop", "how a picture is brought to this shape: crop (from the centre) or pad (with white)")
+    fit: str = key("crop", "how a picture is fitted to this shape: crop (from the centre) or pad (with white)")
     limit: int = key(0, "the first N pictures only; 0 = all", least=0)
     image_column: str = key("", "hf: the column of pictures; '' = image, jpg, png or webp")
     caption_column: str = key("", "hf: the column of captions; '' = caption, text or prompt")
     streaming: str = key("auto", "hf: true reads rows as they arrive, false from disk; auto = true on the hub")
     copies: int = key(1, "emoji only: pictures for each training picture, itself and mirrored, shifted copies", least=1)
     batch_size: int = key(64, "pictures encoded at once", least=1)
-    device: str = key("auto", "of the tokenizer: auto (each process its own GPU, if there is one), cpu, cuda:1, ...")
+    device: str = key("auto", "of the tokenizer: auto (a GPU for each process, if there is one), cpu, cuda:1, ...")
     seed: int = key(0, "order of the samples over the shards", least=0)
     overwrite: bool = key(False, "replace what another encode left in out, which is kept until the new one is finished")
     smoke: bool = key(False, "16 pictures only")
@@ -156,8 +156,7 @@ class _Job:
         total, kept = (sum(len(self.chunks[i]) for i in which) for which in (share, finished))
         count, begun, done = sum(map(len, self.chunks)), 0.0, 0
         of = f", process {share.start + 1} of {share.step}" if share.step > 1 else ""
-        title = f"encode {self.source.name} {self.split}{of}"
-        with tqdm(total=total, initial=kept, desc=title, unit="img") as bar:
+        with tqdm(total=total, initial=kept, desc=f"encode {self.source.name} {self.split}{of}", unit="img") as bar:
             for index in todo:
                 if (self.out / MANIFEST).is_file():  # process 0 finished meanwhile, and has removed the parts
                     return
@@ -226,7 +225,7 @@ def _finished(out: Path, index: int) -> tuple[Shard, list[Skipped]] | None:
 
 
 def wait_until(out: Path, ready: Callable[[], T | None], what: str) -> T:
-    """What `ready` says as soon as it says something, while others work on `out`.
+    """The first result of `ready` that is not empty, while other processes work on `out`.
 
     Raises ValueError if none of them gives a sign for GIVE_UP seconds.
     """
@@ -252,7 +251,7 @@ def wait_until(out: Path, ready: Callable[[], T | None], what: str) -> T:
 
 
 def give_sign(out: Path, rank: int) -> None:
-    """Tell those who wait for a part of `out` that this process is alive and at it."""
+    """Tell those who wait for a part of `out` that this process is alive and working."""
     (out / PARTS).mkdir(exist_ok=True)
     (out / PARTS / f".alive.{rank}").touch()
 
@@ -265,7 +264,7 @@ def claim(out: Path, plan: dict, overwrite: bool, advice: str) -> None:
     theirs = read_json(out / PLAN) if (out / PLAN).is_file() else {}
     if theirs == plan:
         return
-    # Shards without a plan (drawn by a model, or of another program) are somebody else's too.
+    # Shards without a plan (drawn by a model, or written by another program) are not ours either.
     found = (out / MANIFEST, *sorted(out.glob("shard-*.tar")), *sorted((out / PARTS).glob("[!.]*")))
     held = [path for path in found if path.is_file()]
     if held and not overwrite:
@@ -327,9 +326,8 @@ def _size(text: str) -> tuple[int, int] | None:
 
 def run(config: EncodeConfig) -> None:
     rank, world, local = processes()
-    device = config.device
-    if device == "auto":
-        device = f"cuda:{local % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    gpus = torch.cuda.device_count()
+    device = config.device if config.device != "auto" else f"cuda:{local % gpus}" if gpus else "cpu"
     columns = config.image_column, config.caption_column
     source = open_source(config.source, config.copies, *columns, config.streaming)
     tokenizer = load_tokenizer(config.tokenizer, device)

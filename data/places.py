@@ -22,7 +22,7 @@ GIVE_UP = 40.0
 """Seconds without one new byte after which a file counts as unreadable."""
 LONGEST_WAIT = 8.0
 CHUNK = 4 << 20
-"""Bytes asked for at once: what a dropped connection costs at most."""
+"""Bytes requested at once: the most that a broken connection costs."""
 
 
 def is_url(place: str | Path) -> bool:
@@ -134,7 +134,7 @@ class Cache:
 
 @contextmanager
 def open_shard(place: str, size: int, sha256: str, cache: Cache | None = None) -> Iterator[IO[bytes]]:
-    """A shard as a local file open for reading. Raises ValueError naming it if it cannot be had."""
+    """A shard as a local file open for reading. Raises ValueError naming it if it cannot be fetched or opened."""
     file: IO[bytes]
     with contextlib.ExitStack() as opened:
         try:

@@ -115,9 +115,8 @@ def read_manifest(place: str | Path) -> Manifest:
     held = read_fields(value, name, FIELDS)
     if unknown := value.keys() - FIELDS.keys():
         raise ValueError(f"{name}: unknown field {min(unknown)!r}; this version knows {', '.join(FIELDS)}")
-    shards = tuple(
-        Shard(**read_fields(s, f"{name} shard {i}", get_type_hints(Shard))) for i, s in enumerate(held.pop("shards"))
-    )
+    kinds = get_type_hints(Shard)
+    shards = tuple(Shard(**read_fields(s, f"{name} shard {i}", kinds)) for i, s in enumerate(held.pop("shards")))
     return Manifest(shards=shards, grid=tuple(held.pop("grid")), **held)
 
 

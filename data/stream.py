@@ -71,7 +71,7 @@ class ShardSet:
         return hashlib.sha256("".join(s.sha256 for s in self.shards).encode()).hexdigest()
 
     def order(self, spans: Spans, seed: int, epoch: int) -> Iterator[tuple[Shard, np.ndarray]]:
-        """(shard, numbers of samples in it): what these intervals of the epoch's order stand for."""
+        """(shard, numbers of samples in it) of these intervals of the epoch's order."""
         order = np.random.default_rng((seed, epoch)).permutation(len(self.shards))
         ends = np.cumsum([self.shards[i].samples for i in order]).tolist()
         for low, high in spans:
@@ -88,7 +88,7 @@ class ShardSet:
     ) -> Iterator[Sample | Broken]:
         """Samples of one shard by their numbers; one that does not fit the manifest is Broken.
 
-        Raises ValueError naming the shard if it cannot be had at all.
+        Raises ValueError naming the shard if it cannot be opened at all.
         """
         place, manifest = join(self.place, shard.file), self.manifest
         with open_shard(place, shard.bytes, shard.sha256, self.cache) as file:
@@ -125,7 +125,7 @@ def total(spans: Spans) -> int:
 
 
 def cut(spans: Spans, first: int, last: int) -> Spans:
-    """What stands from place `first` to `last` in these intervals laid end to end."""
+    """The part from place `first` to `last` of these intervals laid end to end."""
     found = []
     for low, high in spans:
         n = high - low
@@ -137,7 +137,7 @@ def cut(spans: Spans, first: int, last: int) -> Spans:
 
 
 def share(spans: Spans, reader: int, readers: int) -> Spans:
-    """The reader's equal part; up to readers - 1 samples at the end are nobody's."""
+    """The reader's equal part; the last samples, fewer than there are readers, are no reader's."""
     each = total(spans) // readers
     return cut(spans, reader * each, (reader + 1) * each)
 
@@ -176,7 +176,7 @@ class Split:
         return (batches - worker + self.workers - 1) // self.workers
 
     def after(self, batches: int, sets: Sequence[ShardSet]) -> tuple[dict[int, Spans], ...]:
-        """What is left of the epochs begun once every rank has had so many batches."""
+        """What is left of the epochs begun after every rank has had so many batches."""
         weights = [s.weight for s in sets]
         counts = [
             np.bincount(picks(0, self.had(w, batches) * self.batch_size, weights), minlength=len(sets))

@@ -216,7 +216,7 @@ def test_a_shard_killed_before_it_is_noted_is_made_again(
     assert files(out) == whole
 
 
-def test_a_kill_behind_the_manifest_leaves_no_notes(
+def test_a_kill_after_the_manifest_leaves_no_notes(
     pictures: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, plain = tmp_path / "out", shutil.rmtree

@@ -1,4 +1,4 @@
-"""Dealing epochs to readers: whatever the shards, ranks, workers and the points where a run stops and goes on."""
+"""Epochs divided among readers: whatever the shards, ranks, workers and the points where a run stops and resumes."""
 
 import itertools
 import json

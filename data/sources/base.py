@@ -33,14 +33,14 @@ class Item:
     key: str
     caption: str
     path: Path
-    """The picture's file, or what to call it where it is part of another file."""
+    """The picture's file, or a name for it if it is part of another file."""
     shift: tuple[int, int] = (0, 0)
     """Pixels the picture is moved right and down (augmentation)."""
     mirror: bool = False
     load: Callable[[], bytes | None] | None = None
-    """The picture's encoded bytes, where it is no file of its own; None if there is no picture."""
+    """The picture's encoded bytes, if it is not a file of its own; None if there is no picture."""
     size: int = -1
-    """Bytes, where they are known without reading them."""
+    """Bytes, if they are known without reading them."""
 
     @property
     def identity(self) -> str:
@@ -53,7 +53,7 @@ class Source(ABC):
     name: str
     licence: str
     sequential = False
-    """Whether items can only be had in their own order, from a stream."""
+    """Whether items can only be read in their own order, from a stream."""
 
     @abstractmethod
     def count(self, split: str, limit: int = 0) -> int:
@@ -71,8 +71,7 @@ class Source(ABC):
 class ListedSource(Source):
     """A source whose items are all known at once."""
 
-    captions = ""
-    """Where its captions are looked for."""
+    captions = ""  # where they are looked for, for the error that finds none
 
     @abstractmethod
     def items(self, split: str) -> list[Item]:

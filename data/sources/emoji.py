@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from draftgrid.common.packages import need
+from draftgrid.common.settings import whole
 from draftgrid.data.sources.base import Item, ListedSource, check_split, split_of
 
 
@@ -24,9 +25,7 @@ class EmojiSource(ListedSource):
 
     def __init__(self, copies: int = 1) -> None:
         """`copies` > 1 adds mirrored and shifted pictures to the training split (never to the others)."""
-        if copies < 1:
-            raise ValueError(f"copies is {copies}; it counts the original, so at least 1")
-        self.copies = copies
+        self.copies = whole("copies", copies, 1)  # the original included
 
     def items(self, split: str) -> list[Item]:
         check_split(split, "emoji")

@@ -14,8 +14,8 @@ from draftgrid.data.sources.base import CAPTIONS, Item, Source, drawn
 class HubSource(Source):
     """Whatever `datasets` reads: a name on the hub, a folder of parquet files or the like, a set saved to disk.
 
-    `hf:NAME@SPLIT` names one of its own splits (also a slice, train[:90%], where it is not streamed); without, it is
-    the one called like `split`. Sets on the hub are streamed, in their own order, unless told otherwise.
+    `hf:NAME@SPLIT` names one of its own splits (also a slice, train[:90%], where it is not streamed); without
+    one it is the split called `split`. Sets on the hub are streamed, in their own order, unless told otherwise.
     """
 
     licence = "that of the dataset"

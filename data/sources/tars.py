@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,16 +51,14 @@ class TarSource(ListedSource):
         if not self.sequential:
             yield from super().take(split, numbers)
             return
-        listed = list(super().take(split, numbers))
-        wanted = iter(listed)
-        due = next(wanted, None)
-        for url in dict.fromkeys(self._url_of[item.key] for item in listed):
+        due = deque(super().take(split, numbers))
+        for url in dict.fromkeys(self._url_of[item.key] for item in due):
             for item in self._read(url):
-                if due and (item.key, item.identity) == (due.key, due.identity):
+                if due and (item.key, item.identity) == (due[0].key, due[0].identity):
+                    due.popleft()
                     yield item
-                    due = next(wanted, None)
         if due:
-            raise ValueError(f"source {self.name} has changed while it was read: {due.path} is not what it was")
+            raise ValueError(f"source {self.name} has changed while it was read: {due[0].path} is not what it was")
 
     def _all(self) -> Iterator[Item]:
         for url in self.urls:
