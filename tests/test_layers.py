@@ -95,7 +95,7 @@ def test_decoding_needs_no_training_library() -> None:
 import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"deepspeed", "webdataset", "datasets", "lightning"}:
+        if name.split(".")[0] in {"deepspeed", "webdataset", "hydra", "omegaconf", "lightning"}:
             raise ImportError(name)
 sys.meta_path.insert(0, Blocked())
 import draftgrid.heads, draftgrid.eval, draftgrid.eval.bench, draftgrid.eval.generate

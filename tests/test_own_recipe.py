@@ -27,12 +27,6 @@ class TestRecipe:
         assert (config.heads.right, config.heads.down) == (3, 1)
         assert (config.trainer.devices, config.trainer.accumulate, config.trainer.steps) == (4, 4, 7)
 
-    def test_a_mapping_is_added_to_its_bases_and_replaced_by_the_command_lines(self, tmp_path: Path) -> None:
-        (tmp_path / "lab.yaml").write_text("data:\n  dir: x\n  mix: {a: 1, b: 0.5}\n")
-        (tmp_path / "mine.yaml").write_text("base: lab.yaml\ndata:\n  mix: {b: 2, c: 3}\n")
-        assert composed(f"recipe={tmp_path}/mine.yaml").data.mix == {"a": 1.0, "b": 2.0, "c": 3.0}
-        assert composed(f"recipe={tmp_path}/mine.yaml", "mix={d/e: 4}").data.mix == {"d/e": 4.0}
-
     def test_another_kind_of_heads_takes_nothing_of_its_bases(self, tmp_path: Path) -> None:
         (tmp_path / "mine.yaml").write_text("base: janus_ssd\nheads:\n  kind: chain\n  rank: 5\n")
         heads = composed(f"recipe={tmp_path}/mine.yaml").heads
