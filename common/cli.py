@@ -18,6 +18,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from draftgrid.common.packages import missing
 
 T = TypeVar("T")
+Keys = dict[str, tuple[Any, Any, str]]
+"""{dotted key: (type, default, help)}"""
 
 
 def key(
@@ -29,10 +31,9 @@ def key(
     of a list, and every value of a mapping to. Without them a number must still be finite.
     """
     metadata = {"help": help, "least": least, "most": most, "above": above}
-    if isinstance(default, type) or (callable(default) and not isinstance(default, str)):
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    factory = default.copy if isinstance(default, list) else default
+    if callable(factory):
+        return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -54,28 +55,24 @@ def _check_range(name: str, number: float, allowed: Mapping[str, Any], value: An
     low = least is None or number >= least
     if math.isfinite(number) and low and (most is None or number <= most) and (above is None or number > above):
         return
-    if least is not None and most is not None:
-        right = f"a number from {least:g} to {most:g}"
-    elif least is not None:
-        right = f"a finite number of at least {least:g}"
-    else:
-        right = "a finite number" if above is None else f"a finite number above {above:g}"
-        right += "" if most is None else f" and at most {most:g}"
+    right = "a finite number" if above is None else f"a finite number above {above:g}"
+    if least is not None:
+        right = f"a finite number of at least {least:g}" if most is None else f"a number from {least:g} to {most:g}"
+    elif most is not None:
+        right += f" and at most {most:g}"
     raise ValueError(f"{name} is {value}; use {right}")
 
 
-def leaves(schema: type, prefix: str = "") -> dict[str, tuple[Any, Any, str]]:
-    """{dotted key: (type, default, help)} of a nested dataclass."""
-    found: dict[str, tuple[Any, Any, str]] = {}
-    hints = get_type_hints(schema)
+def leaves(schema: type, prefix: str = "") -> Keys:
+    """All keys of a nested dataclass."""
+    found: Keys = {}
+    defaults, hints = schema(), get_type_hints(schema)
     for field in dataclasses.fields(schema):
-        kind = hints[field.name]
+        kind, name = hints[field.name], prefix + field.name
         if dataclasses.is_dataclass(kind):
-            found |= leaves(kind, f"{prefix}{field.name}.")  # type: ignore[arg-type]
-            continue
-        factory = field.default_factory
-        default = field.default if factory is dataclasses.MISSING else factory()
-        found[prefix + field.name] = (kind, default, field.metadata.get("help", ""))
+            found |= leaves(kind, f"{name}.")  # type: ignore[arg-type]
+        else:
+            found[name] = (kind, getattr(defaults, field.name), field.metadata.get("help", ""))
     return found
 
 
@@ -88,7 +85,7 @@ def suggest(name: str, known: Sequence[str]) -> str:
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
 
 
-def split_overrides(arguments: Sequence[str], known: dict[str, tuple[Any, Any, str]]) -> dict[str, str]:
+def split_overrides(arguments: Sequence[str], known: Keys) -> dict[str, str]:
     """['a=b', ...] -> {'a': 'b'}; the last part of a key is enough where it is the only one that ends so.
 
     Raises ValueError for an argument without '=', an unknown key, or one that may mean several.
@@ -98,20 +95,13 @@ def split_overrides(arguments: Sequence[str], known: dict[str, tuple[Any, Any, s
         name, equals, value = argument.partition("=")
         if not equals:
             raise ValueError(f"argument {argument!r} is not key=value. {suggest(argument, list(known))}")
-        pairs[_full_name(name, list(known))] = value
+        found = [k for k in known if k == name or ("." not in name and k.endswith(f".{name}"))]
+        if not found:
+            raise ValueError(f"unknown key {name!r}. {suggest(name, list(known))}")
+        if len(found) > 1 and name not in found:
+            raise ValueError(f"key {name!r} is short for several: {', '.join(found)}; write one of them")
+        pairs[name if name in found else found[0]] = value
     return pairs
-
-
-def _full_name(name: str, known: Sequence[str]) -> str:
-    """A known key; the last part of one is enough where only one ends so: strategy for trainer.strategy."""
-    if name in known:
-        return name
-    found = [] if "." in name else [k for k in known if k.endswith(f".{name}")]
-    if len(found) > 1:
-        raise ValueError(f"key {name!r} is short for several: {', '.join(found)}; write one of them")
-    if not found:
-        raise ValueError(f"unknown key {name!r}. {suggest(name, list(known))}")
-    return found[0]
 
 
 def compose(schema: type[T], arguments: Sequence[str], recipes: Path | None = None, default_recipe: str = "") -> T:
@@ -187,9 +177,7 @@ def _recipe_file(name: str, recipes: Path, beside: Path) -> Path:
     return recipes / f"{name}.yaml"
 
 
-def _recipe(
-    path: Path, recipes: Path, schema: type, known: dict[str, tuple[Any, Any, str]], above: tuple[Path, ...] = ()
-) -> Any:
+def _recipe(path: Path, recipes: Path, schema: type, known: Keys, above: tuple[Path, ...] = ()) -> Any:
     """The recipe's YAML on top of its `base`, every key known and every value of its field's type.
 
     A recipe for another kind of heads than its base's takes nothing of the base's `heads`. Raises ValueError that names
@@ -212,7 +200,7 @@ def _recipe(
     return OmegaConf.merge(base, node)
 
 
-def _recipe_keys(path: Path, schema: type, known: dict[str, tuple[Any, Any, str]]) -> Any:
+def _recipe_keys(path: Path, schema: type, known: Keys) -> Any:
     """One file's keys, checked."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -255,7 +243,7 @@ def _is_text(kind: Any, value: str) -> bool:
     return kind is str or (str in get_args(kind) and get_origin(kind) not in (list, dict) and value != "null")
 
 
-def _mapping(name: str, value: str, known: dict[str, tuple[Any, Any, str]]) -> dict[str, float]:
+def _mapping(name: str, value: str, known: Keys) -> dict[str, float]:
     """'{a/b: 0.5}', whose keys are places, which Hydra's grammar has no words for. Raises ValueError."""
     import yaml
 
@@ -270,18 +258,18 @@ def _mapping(name: str, value: str, known: dict[str, tuple[Any, Any, str]]) -> d
     return {str(k): float(v) for k, v in found.items()}
 
 
-def _field(full: str | None, known: dict[str, tuple[Any, Any, str]]) -> str | None:
+def _field(full: str | None, known: Keys) -> str | None:
     """The known key that OmegaConf's `key` or `key[0]` belongs to."""
     name = (full or "").partition("[")[0]
     return name if name in known else None
 
 
-def _wrong(name: str, value: Any, known: dict[str, tuple[Any, Any, str]]) -> str:
+def _wrong(name: str, value: Any, known: Keys) -> str:
     kind = known[name][0]
     return f"{name} is {value!r}; it must be of type {kind.__name__ if isinstance(kind, type) else kind}"
 
 
-def _plain(error: Exception, pairs: dict[str, str], known: dict[str, tuple[Any, Any, str]]) -> str:
+def _plain(error: Exception, pairs: dict[str, str], known: Keys) -> str:
     """One sentence for what Hydra tells in many: the override it quotes, else the key it names."""
     quoted = [name for name, value in pairs.items() if f"{name}={value}" in str(error)]
     full = max(quoted, key=len, default=None) or _field(getattr(error, "full_key", None), known)
@@ -293,14 +281,14 @@ def _plain(error: Exception, pairs: dict[str, str], known: dict[str, tuple[Any, 
 def show_help(schema: type, doc: str | None) -> str:
     lines = [(doc or "").strip(), "", "Keys (key=value, in any order):"]
     for name, (_, default, text) in leaves(schema).items():
-        shown = "" if default in ("", None, dataclasses.MISSING) else f"  [{default}]"
+        shown = "" if default in ("", None) else f"  [{default}]"
         lines.append(f"  {name:<26} {text}{shown}")
     return "\n".join(lines)
 
 
 def _sentence(error: Exception) -> str:
-    """What to tell of an error that is for a user to mend, '' of one that is not; a loader process sends a sentence at
-    the end of its traceback."""
+    """One sentence for an error that the user can fix, '' for any other; a loader process sends its sentence at the
+    end of a traceback."""
     if isinstance(error, ValueError):
         text = str(error)
         return text.rpartition("\nValueError: ")[2].strip() if text.startswith("Caught ValueError in ") else text

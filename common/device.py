@@ -1,4 +1,4 @@
-"""Which device a command runs on that is one process: `device=auto|cpu|cuda|cuda:N`."""
+"""The device of a command that runs in one process: `device=auto|cpu|cuda|cuda:N`."""
 
 import re
 
@@ -6,7 +6,7 @@ import torch
 
 
 def pick_device(device: str) -> str:
-    """'auto' is the GPU if there is one. Raises ValueError for a name that is none, and a GPU that is not there."""
+    """'auto' is the GPU if there is one. Raises ValueError for an unknown name, or without a GPU."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):

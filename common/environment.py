@@ -3,8 +3,10 @@
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,10 @@ PACKAGES = ("torch", "lightning", "transformers", "datasets", "safetensors", "dr
 
 def environment() -> dict[str, Any]:
     """Versions, machine and git revision, for run.json and bench.json."""
-    versions: dict[str, str | None] = {}
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
     return {"versions": versions, "machine": machine(), "revision": revision()}
 
 
@@ -34,11 +34,8 @@ def machine() -> str:
     """'2 cores of Intel Xeon ..., Linux' (and the GPU, if there is one)."""
     import torch
 
-    name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        models = [line.split(":", 1)[1].strip() for line in lines]
-        name = models[0] if models else name
+    model = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
+    name = model[1] if model else platform.processor() or platform.machine()
     text = f"{os.cpu_count()} cores of {name}, {platform.system()}, Python {platform.python_version()}"
     return text + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "")

@@ -32,9 +32,9 @@ def atomic(path: str | Path) -> Iterator[Path]:
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """The same for a folder of files; an existing folder is replaced only once the new one is complete."""
-    path = Path(path).resolve()  # of a symbolic link the target is replaced, and the link stays
+    path = Path(path).resolve()  # a symbolic link stays, and the folder it points to is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary, old = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("part", "old"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -42,14 +42,21 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         for file in temporary.rglob("*"):
             if file.is_file():
                 _flush(file)
-        with set_aside(path):
+        if path.exists():
+            os.replace(path, old)
+        try:
             os.replace(temporary, path)
+        except BaseException:
+            if old.exists():
+                os.replace(old, path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:
-    """Some file systems tell of a full disk only here."""
+    """Some file systems report a full disk only here."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
@@ -84,34 +91,7 @@ def read_lines(path: str | Path) -> list[str]:
     return lines[:-1] if not lines[-1] else lines
 
 
-@contextmanager
-def set_aside(path: Path) -> Iterator[None]:
-    """What a folder holds is moved beside it while the body makes anew; removed after it, or put back if it raises.
-
-    A symbolic link stays, and what it points to is replaced.
-    """
-    path = path.resolve()
-    old = path.with_name(f".{path.name}.{os.getpid()}.old")
-    if path.exists():
-        os.replace(path, old)
-    try:
-        yield
-    except BaseException:
-        if old.exists():
-            shutil.rmtree(path, ignore_errors=True)
-            os.replace(old, path)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-_NAMES = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    dict: "a group of keys",
-    list: "a list",
-    bool: "a bool",
-}
+NAMES = {str: "text", int: "a whole number", float: "a number", dict: "a group of keys", list: "a list", bool: "a bool"}
 
 
 def read_fields(held: Any, where: str | Path, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +128,7 @@ def _describe(kind: Any) -> str:
     if isinstance(kind, list):
         one, length = kind
         return f"a list of {'' if length is None else f'{length} items, each '}{_describe(one)}"
-    return _NAMES[kind]
+    return NAMES[kind]
 
 
 def _short(value: Any) -> str:

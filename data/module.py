@@ -1,4 +1,4 @@
-"""The LightningDataModule: the shard sets a recipe names, checked, streamed, and taken up again where a run stopped."""
+"""The LightningDataModule: the shard sets a recipe names, checked and streamed; a resumed run continues."""
 
 import hashlib
 import signal
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from draftgrid.data.config import StreamConfig
 from draftgrid.data.places import Cache, join
 from draftgrid.data.shards import check_manifest
-from draftgrid.data.stream import FiniteStream, ShardSet, Split, TokenStream, first_tokens, total
+from draftgrid.data.stream import FiniteStream, ShardSet, Split, TokenStream, readable, stack, total
 
 
 class TokenDataModule(L.LightningDataModule):
@@ -35,9 +35,8 @@ class TokenDataModule(L.LightningDataModule):
         self.train_sets += [shard_set(place, weight) for place, weight in config.mix.items()]
         self.validation_set = shard_set(join(config.dir, "validation"))
         self.split, self.start, self.seen = Split(), 0, 0
-        self._told = False
         self.notes: list[str] = []
-        """What is worth telling about how the data is dealt and taken up."""
+        """What a resumed run says about its data when training begins."""
 
     @property
     def digest(self) -> str:
@@ -52,16 +51,18 @@ class TokenDataModule(L.LightningDataModule):
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total if self.trainer else None
         return progress.processed if progress else 0
 
-    def _deal(self, left: tuple[dict, ...] = ()) -> Split:
+    def _divide(self, left: tuple[dict, ...] = ()) -> Split:
         return Split(self._world()[1], max(1, self.config.workers), self.config.batch_size, left)
 
     def train_dataloader(self) -> DataLoader:
         c, (rank, _) = self.config, self._world()
         if not self.split.left:
-            self.split = self._deal()
+            self.split = self._divide()
         self.seen = self._processed()
         stream = TokenStream(self.train_sets, self.split, self.seed, c.caption_dropout, rank, self.start)
-        self._tell(rank)
+        if rank == 0 and self.trainer:
+            print(*self.notes, *map(self._described, self.train_sets), sep="\n", flush=True)
+        self.notes = []
         # A Ctrl-C reaches a terminal's whole process group; the run itself decides when to end.
         return DataLoader(stream, batch_size=None, num_workers=c.workers, worker_init_fn=_ignore_interrupt)
 
@@ -70,26 +71,18 @@ class TokenDataModule(L.LightningDataModule):
         stream = FiniteStream(self.validation_set, c.batch_size, *self._world(), c.validation_samples)
         return DataLoader(stream, batch_size=None, num_workers=0)
 
-    def _tell(self, rank: int) -> None:
-        """Once, when training begins."""
-        if self._told:
-            return
-        self._told = True
-        split = self.split
-        for s in self.train_sets:
-            each, rest = divmod(s.size, split.readers)
-            weight = s.weight / sum(t.weight for t in self.train_sets)
-            steps = each * split.workers / (split.batch_size * weight)
-            origin = f", {weight:.0%} of every batch" if len(self.train_sets) > 1 else ""
-            self.notes.append(
-                f"data: {s.place}: {s.size} samples in {len(s.shards)} shards{origin}; an epoch is {steps:.1f} steps "
-                f"of {split.world} x {split.batch_size}, the same on every rank, and leaves {rest} samples unseen"
-            )
-        if rank == 0 and self.trainer:
-            print(*self.notes, sep="\n", flush=True)
-        self.notes = []
+    def _described(self, s: ShardSet) -> str:
+        """How a set is divided."""
+        split, (each, rest) = self.split, divmod(s.size, self.split.readers)
+        weight = s.weight / sum(t.weight for t in self.train_sets)
+        steps = each * split.workers / (split.batch_size * weight)
+        origin = f", {weight:.0%} of every batch" if len(self.train_sets) > 1 else ""
+        return (
+            f"data: {s.place}: {s.size} samples in {len(s.shards)} shards{origin}; an epoch is {steps:.1f} steps "
+            f"of {split.world} x {split.batch_size}, the same on every rank, and leaves {rest} samples unseen"
+        )
 
-    # Taking a stream up again: which part of the epochs begun is left is all there is to know ------------------------
+    # Resuming a stream takes one thing: which part of the epochs already begun is left -------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         split = asdict(self.split)
@@ -109,20 +102,20 @@ class TokenDataModule(L.LightningDataModule):
                 )
         left = tuple({int(e): [(a, b) for a, b in spans] for e, spans in part.items()} for part in state["left"])
         old = Split(state["world"], state["workers"], state["batch_size"], left)
-        new = self._deal(left)
+        new = self._divide(left)
         if new == old:
             self.split, self.start = old, state["batches"]
             return
-        self.split, self.start = self._deal(old.after(state["batches"], self.train_sets)), 0
+        self.split, self.start = self._divide(old.after(state["batches"], self.train_sets)), 0
         rest = sum(total(spans) for spans in self.split.left[0].values())
         self.notes.append(
-            f"data: the checkpoint dealt to {old.world} ranks x {old.workers} workers in batches of {old.batch_size}; "
-            f"what is left of epoch {min(self.split.left[0])} ({rest} samples) is dealt anew"
+            f"data: the checkpoint is of {old.world} ranks x {old.workers} workers and batches of {old.batch_size}, "
+            f"so what is left of epoch {min(self.split.left[0])} ({rest} samples) is divided again"
         )
 
     def sample_tokens(self, limit: int) -> Tensor:
         """(N, H, W) codes of the first `limit` training samples in file order: for count tables."""
-        return first_tokens(self.train_sets, limit)
+        return stack(readable(self.train_sets, limit))
 
 
 def _ignore_interrupt(_: int) -> None:

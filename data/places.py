@@ -1,7 +1,7 @@
-"""Files of a shard set wherever they are: a local folder, or anything fsspec has a name for (s3://, gs://, hf://, http://).
+"""Files of a shard set wherever they are: a local folder, or any URL that fsspec knows (s3://, gs://, hf://, http://).
 
 A remote shard is fetched whole into a local file, kept in a cache folder of bounded size or for as long as it is read.
-A dropped connection is taken up where it broke off; a place that gives nothing for GIVE_UP seconds is given up.
+A broken download resumes where it stopped; a place that sends nothing for GIVE_UP seconds is given up.
 """
 
 import contextlib
@@ -14,13 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from draftgrid.common.files import atomic
+
 T = TypeVar("T")
 
 GIVE_UP = 40.0
 """Seconds without one new byte after which a file counts as unreadable."""
 LONGEST_WAIT = 8.0
 CHUNK = 4 << 20
-"""Bytes asked for at once: what a dropped connection costs at most."""
+"""Bytes requested at once: the most that a broken connection costs."""
 
 
 def is_url(place: str | Path) -> bool:
@@ -46,18 +48,14 @@ def fetch(place: str, size: int, sha256: str, out: IO[bytes]) -> None:
     out.seek(0)
 
     def copy() -> None:
-        try:
-            with _open(place) as file:
-                file.seek(out.tell())
-                while chunk := file.read(CHUNK):
-                    out.write(chunk)
-        finally:
-            progress[0] = out.tell()
+        with _open(place) as file:
+            file.seek(out.tell())
+            while chunk := file.read(CHUNK):
+                out.write(chunk)
         if out.tell() < size:
             raise OSError(f"connection closed after {out.tell()} of {size} bytes")
 
-    progress = [0]
-    _patiently(copy, f"shard {place}", lambda: progress[0])
+    _patiently(copy, f"shard {place}", out.tell)
     out.flush()
     out.seek(0)
     digest, held = hashlib.file_digest(out, "sha256").hexdigest(), out.tell()  # type: ignore[arg-type]
@@ -114,15 +112,10 @@ class Cache:
                 os.utime(file.fileno())
                 return file
             file.close()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{sha256}.{os.getpid()}.part"
-        try:
+        with atomic(path) as temporary:
             with open(temporary, "w+b") as out:
                 fetch(place, size, sha256, out)
-            file = open(temporary, "rb")  # noqa: SIM115
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+            file = open(temporary, "rb")  # noqa: SIM115 - before another process may drop it
         self._shrink(keep=path)
         return file
 
@@ -141,22 +134,17 @@ class Cache:
 
 @contextmanager
 def open_shard(place: str, size: int, sha256: str, cache: Cache | None = None) -> Iterator[IO[bytes]]:
-    """A shard as a local file open for reading. Raises ValueError naming it if it cannot be had."""
-    try:
-        file = _local(place, size, sha256, cache)
-    except FileNotFoundError:
-        raise ValueError(f"shard {place} is missing") from None
-    with file:
+    """A shard as a local file open for reading. Raises ValueError naming it if it cannot be fetched or opened."""
+    file: IO[bytes]
+    with contextlib.ExitStack() as opened:
+        try:
+            if not is_url(place):
+                file = _patiently(lambda: opened.enter_context(open(place, "rb")), f"shard {place}")
+            elif cache:
+                file = opened.enter_context(cache.open(place, size, sha256))
+            else:
+                file = opened.enter_context(tempfile.TemporaryFile())
+                fetch(place, size, sha256, file)
+        except FileNotFoundError:
+            raise ValueError(f"shard {place} is missing") from None
         yield file
-
-
-def _local(place: str, size: int, sha256: str, cache: Cache | None) -> IO[bytes]:
-    if not is_url(place):
-        return _patiently(lambda: open(place, "rb"), f"shard {place}")
-    if cache:
-        return cache.open(place, size, sha256)
-    with contextlib.ExitStack() as until_fetched:
-        file = until_fetched.enter_context(tempfile.TemporaryFile())
-        fetch(place, size, sha256, file)
-        until_fetched.pop_all()
-        return file

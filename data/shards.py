@@ -90,11 +90,7 @@ def write_shard(path: Path, samples: Sequence[Sample], codes: int) -> Shard:
                 info = tarfile.TarInfo(f"{sample.key}.{suffix}")
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
-    return describe_shard(path, len(samples))
-
-
-def describe_shard(path: Path, samples: int) -> Shard:
-    return Shard(path.name, samples, path.stat().st_size, sha256(path))
+    return Shard(path.name, len(samples), path.stat().st_size, sha256(path))
 
 
 def read_manifest(place: str | Path) -> Manifest:
@@ -104,24 +100,23 @@ def read_manifest(place: str | Path) -> Manifest:
     """
     name = join(place, MANIFEST)
     try:
-        value = json.loads(read_bytes(name, "manifest"))
+        text = read_bytes(name, "manifest")
     except FileNotFoundError:
         folder = Path(place)
         parts = len(list(folder.glob("shard-*.tar"))) if not is_url(place) and folder.is_dir() else 0
         state = f"holds {parts} shards of an unfinished encode" if parts else "holds no token shards"
         raise ValueError(f"{place} {state} (no {MANIFEST}); run: draftgrid encode source=... out={place}") from None
+    try:
+        value = json.loads(text)
     except ValueError as error:
-        if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-            raise ValueError(f"{name} is not valid JSON ({error}); it may be cut short") from None
-        raise
+        raise ValueError(f"{name} is not valid JSON ({error}); it may be cut short") from None
     if isinstance(value, dict) and value.get("format") != FORMAT:
         raise ValueError(f"{name}: format is {value.get('format')!r}; this version reads {FORMAT}")
     held = read_fields(value, name, FIELDS)
     if unknown := value.keys() - FIELDS.keys():
         raise ValueError(f"{name}: unknown field {min(unknown)!r}; this version knows {', '.join(FIELDS)}")
-    shards = tuple(
-        Shard(**read_fields(s, f"{name} shard {i}", get_type_hints(Shard))) for i, s in enumerate(held.pop("shards"))
-    )
+    kinds = get_type_hints(Shard)
+    shards = tuple(Shard(**read_fields(s, f"{name} shard {i}", kinds)) for i, s in enumerate(held.pop("shards")))
     return Manifest(shards=shards, grid=tuple(held.pop("grid")), **held)
 
 
@@ -204,6 +199,8 @@ def read_index(file: IO[bytes]) -> Index:
 
 def read_sample(file: IO[bytes], where: str, index: Index, i: int, metadata: bool = True) -> Sample | Broken:
     """Sample i of an open tar, or why not; `metadata` says whether its .json is read too."""
+    if i >= len(index.keys):
+        return Broken(f"{where} sample {i}", index.damage or "missing from the shard")
     where = f"{where} sample {index.keys[i]}"
     spans = index.parts[i, : 3 if metadata else 2].tolist()
     for suffix, (offset, _) in zip(SUFFIXES, spans, strict=False):
@@ -221,21 +218,6 @@ def read_sample(file: IO[bytes], where: str, index: Index, i: int, metadata: boo
         return Sample(index.keys[i], tokens, caption.decode(), json.loads(rest[0]) if metadata else {})
     except Exception as error:  # of one flipped byte in a header numpy makes a TokenError, a TypeError or a BadZipFile
         return Broken(where, str(error).replace("\n", " ") or type(error).__name__)
-
-
-def read_shard(path: Path, expected: int | None = None) -> Iterator[Sample | Broken]:
-    """Samples in file order; what cannot be read comes as Broken, a truncated end included (up to `expected`)."""
-    count, damage = 0, "missing from the shard"
-    try:
-        with open(path, "rb") as file:
-            index = read_index(file)
-            count, damage = len(index.keys), index.damage or damage
-            for i in range(count if expected is None else min(count, expected)):
-                yield read_sample(file, str(path), index, i)
-    except OSError as error:
-        damage = str(error)
-    for lost in range(count, expected or 0):
-        yield Broken(f"{path} sample {lost}", damage)
 
 
 def _array(data: bytes) -> np.ndarray:

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from draftgrid.common.cli import check_ranges, key, main
 from draftgrid.common.files import atomic
 from draftgrid.common.sheet import contact_sheet
-from draftgrid.data.shards import Broken, check_manifest, read_manifest, read_shard
+from draftgrid.data.shards import Broken, Sample, check_manifest, read_manifest
+from draftgrid.data.stream import ShardSet, stack
 from draftgrid.heads.tokenizers import load_tokenizer
 
 
@@ -36,16 +36,16 @@ def run(config: ShowConfig) -> None:
     manifest = check_manifest(folder, tokenizer.fingerprint, read_manifest(folder).grid)
     codes = np.zeros(manifest.codes, np.int64)
     words: list[int] = []
-    shown: list[np.ndarray] = []
+    shown: list[Sample] = []
     every = max(1, manifest.samples // images)
-    for shard in tqdm(manifest.shards, desc="read", unit="shard"):
-        for sample in read_shard(folder / shard.file):
-            if isinstance(sample, Broken):
-                continue
-            if len(words) % every == 0 and len(shown) < images:
-                shown.append(sample.tokens)
-            codes += np.bincount(sample.tokens.reshape(-1), minlength=manifest.codes)
-            words.append(len(sample.caption.split()))
+    samples = ShardSet(str(folder), manifest).in_file_order(0, manifest.samples)
+    for sample in tqdm(samples, total=manifest.samples, desc="read", unit="sample"):
+        if isinstance(sample, Broken):
+            continue
+        if len(words) % every == 0 and len(shown) < images:
+            shown.append(sample)
+        codes += np.bincount(sample.tokens.reshape(-1), minlength=manifest.codes)
+        words.append(len(sample.caption.split()))
     if not words:
         raise ValueError(f"{folder} holds no readable sample")
     words.sort()
@@ -53,23 +53,19 @@ def run(config: ShowConfig) -> None:
     print(f"  source {manifest.source}, split {manifest.split}; licence: {manifest.licence}")
     print(f"  grid {manifest.grid[0]}x{manifest.grid[1]}, tokenizer {manifest.tokenizer[:12]}, {manifest.codes} codes")
     print(f"  words a caption: {words[0]} to {words[-1]}, median {words[len(words) // 2]}")
-    frequent = ", ".join(f"{c} {codes[c] / codes.sum():.1%}" for c in codes.argsort()[::-1][:5])
+    order, shares = codes.argsort()[::-1], codes / codes.sum()
+    frequent = ", ".join(f"{c} {shares[c]:.1%}" for c in order[:5])
     print(f"  {np.count_nonzero(codes)} codes used; most frequent: {frequent}")
-    print(f"  codes by thirds of the codebook, most frequent first: {_thirds(codes)}")
+    thirds = ", ".join(f"{shares[third].sum():.1%}" for third in np.array_split(order, 3))
+    print(f"  codes by thirds of the codebook, most frequent first: {thirds}")
     if manifest.sampling:
         settings = (f"{k} {v}" for k, v in manifest.sampling.items() if k not in ("backbone", "heads"))
         print(f"  drawn by {', '.join(settings)}")
-    pictures = tokenizer.pil(torch.from_numpy(np.stack(shown).astype(np.int64)))
+    pictures = tokenizer.pil(stack(shown))
     path = Path(config.out) / "sheet.png"
     with atomic(path) as temporary:
         contact_sheet([pictures[i : i + 8] for i in range(0, len(pictures), 8)]).save(temporary, "PNG")
     print(f"  contact sheet: {path}")
-
-
-def _thirds(codes: np.ndarray) -> str:
-    """How much of all tokens the most, the middling and the least frequent third of the codes make up."""
-    parts = np.array_split(np.sort(codes)[::-1], 3)
-    return ", ".join(f"{part.sum() / codes.sum():.1%}" for part in parts)
 
 
 command = partial(main, run, ShowConfig, __doc__)

@@ -1,15 +1,15 @@
 """The training stream: which sample comes when, for any number of ranks and workers, and at any point of a run.
 
 An epoch's order is a pure function: shards in an order of (seed, epoch), the samples of each in an order of (seed,
-epoch, shard), one shard after the other. Every reader (worker of a rank) is dealt an equal, contiguous part of it: it
-opens few shards and keeps none in memory, all ranks make equal steps, and the rest that nobody is dealt is smaller than
+epoch, shard), one shard after the other. Every reader (worker of a rank) reads an equal, contiguous part of it: it
+opens few shards and keeps none in memory, all ranks make equal steps, and the rest that nobody reads is smaller than
 the number of readers. What a stream has consumed is therefore known without asking anyone: a few intervals of the order
-of the epochs it is in. A resumed run jumps there; with other ranks or workers it deals what is left anew.
+of the epochs it is in. A resumed run jumps there; with other ranks or workers what is left is divided again.
 """
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, count, islice
@@ -71,7 +71,7 @@ class ShardSet:
         return hashlib.sha256("".join(s.sha256 for s in self.shards).encode()).hexdigest()
 
     def order(self, spans: Spans, seed: int, epoch: int) -> Iterator[tuple[Shard, np.ndarray]]:
-        """(shard, numbers of samples in it): what these intervals of the epoch's order stand for."""
+        """(shard, numbers of samples in it) of these intervals of the epoch's order."""
         order = np.random.default_rng((seed, epoch)).permutation(len(self.shards))
         ends = np.cumsum([self.shards[i].samples for i in order]).tolist()
         for low, high in spans:
@@ -88,7 +88,7 @@ class ShardSet:
     ) -> Iterator[Sample | Broken]:
         """Samples of one shard by their numbers; one that does not fit the manifest is Broken.
 
-        Raises ValueError naming the shard if it cannot be had at all.
+        Raises ValueError naming the shard if it cannot be opened at all.
         """
         place, manifest = join(self.place, shard.file), self.manifest
         with open_shard(place, shard.bytes, shard.sha256, self.cache) as file:
@@ -96,9 +96,6 @@ class ShardSet:
                 self._indices[shard.file] = read_index(file)
             index = self._indices[shard.file]
             for i in map(int, numbers):
-                if i >= len(index.keys):
-                    yield Broken(f"{place} sample {i}", index.damage or "missing from the shard")
-                    continue
                 sample = read_sample(file, place, index, i, metadata)
                 if isinstance(sample, Sample):
                     where, tokens = f"{place} sample {sample.key}", sample.tokens
@@ -120,7 +117,7 @@ class ShardSet:
             start += shard.samples
 
 
-# Dealing an epoch to readers -----------------------------------------------------------------------------------------
+# Dividing an epoch among readers -------------------------------------------------------------------------------------
 
 
 def total(spans: Spans) -> int:
@@ -128,7 +125,7 @@ def total(spans: Spans) -> int:
 
 
 def cut(spans: Spans, first: int, last: int) -> Spans:
-    """What stands from place `first` to `last` in these intervals laid end to end."""
+    """The part from place `first` to `last` of these intervals laid end to end."""
     found = []
     for low, high in spans:
         n = high - low
@@ -140,14 +137,14 @@ def cut(spans: Spans, first: int, last: int) -> Spans:
 
 
 def share(spans: Spans, reader: int, readers: int) -> Spans:
-    """The reader's equal part; up to readers - 1 samples at the end are nobody's."""
+    """The reader's equal part; the last samples, fewer than there are readers, are no reader's."""
     each = total(spans) // readers
     return cut(spans, reader * each, (reader + 1) * each)
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a stream is dealt, and from where on."""
+    """How a stream is divided among readers, and where it starts."""
 
     world: int = 1
     workers: int = 1
@@ -166,8 +163,8 @@ class Split:
         yield from ((epoch, left[epoch]) for epoch in begun)
         yield from ((epoch, [(0, size)]) for epoch in count(begun[-1] + 1 if begun else 0))
 
-    def dealt(self, number: int, size: int, reader: int, skip: int) -> Iterator[tuple[int, Spans]]:
-        """(epoch, intervals) that fall to a reader after the first `skip` samples."""
+    def parts(self, number: int, size: int, reader: int, skip: int) -> Iterator[tuple[int, Spans]]:
+        """(epoch, intervals) that a reader reads after its first `skip` samples."""
         for epoch, spans in self.epochs(number, size):
             mine = share(spans, reader, self.readers)
             if skip < total(mine):
@@ -179,7 +176,7 @@ class Split:
         return (batches - worker + self.workers - 1) // self.workers
 
     def after(self, batches: int, sets: Sequence[ShardSet]) -> tuple[dict[int, Spans], ...]:
-        """What is left of the epochs begun once every rank has had so many batches."""
+        """What is left of the epochs begun after every rank has had so many batches."""
         weights = [s.weight for s in sets]
         counts = [
             np.bincount(picks(0, self.had(w, batches) * self.batch_size, weights), minlength=len(sets))
@@ -200,7 +197,7 @@ class Split:
                 used = min(had[reader], total(mine))
                 had[reader] -= used
                 rest += cut(mine, used, total(mine))
-            if rest:  # what nobody was dealt is dealt again; of a finished epoch it is lost
+            if rest:  # what no reader had is divided again; of a finished epoch it is lost
                 each = total(spans) // self.readers
                 found[epoch] = rest + cut(spans, each * self.readers, total(spans))
             if epoch >= last and not any(had):
@@ -234,8 +231,6 @@ class TokenStream(IterableDataset):
         """`start` counts the batches each rank has consumed of this split. Raises ValueError if a set is too small."""
         self.sets, self.split, self.seed, self.caption_dropout = list(sets), split, seed, caption_dropout
         self.rank, self.start = rank, start
-        if split.batch_size < 1:
-            raise ValueError(f"batch_size is {split.batch_size}; at least 1 is needed")
         for s in self.sets:
             if s.size < split.readers:
                 raise ValueError(
@@ -246,7 +241,7 @@ class TokenStream(IterableDataset):
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
         split, (workers, worker) = self.split, (info.num_workers, info.id) if info else (1, 0)
-        assert workers == split.workers, f"dealt to {split.workers} workers, read by {workers}"
+        assert workers == split.workers, f"divided among {split.workers} workers, read by {workers}"
         # The loader asks worker 0 first: the reader whose turn it is plays its part.
         role = (worker + self.start) % workers
         return self._batches(self.rank * workers + role, split.had(role, self.start) * split.batch_size)
@@ -256,44 +251,27 @@ class TokenStream(IterableDataset):
         counts = np.bincount(picks(0, skip, weights), minlength=len(self.sets)).tolist()
         readings = [self._read(number, reader, n) for number, n in enumerate(counts)]
         for first in count(skip, size):
-            rows = [(number, *next(readings[number])) for number in picks(first, first + size, weights).tolist()]
-            good = [(n, epoch, sample) for n, epoch, _, sample in rows if isinstance(sample, Sample)]
-            broken = len(rows) - len(good)
-            if not good:
-                number, epoch, shard, _ = rows[0]
-                good = [(number, epoch, self._stand_in(self.sets[number], shard))]
-            tokens = torch.from_numpy(np.stack([s.tokens for _, _, s in good], dtype=np.int64, casting="unsafe"))
+            rows = [(self.sets[i], *next(readings[i])) for i in picks(first, first + size, weights).tolist()]
+            good = [(shards, epoch, sample) for shards, epoch, sample in rows if isinstance(sample, Sample)]
+            broken = size - len(good)
+            if not good:  # a batch is never empty
+                shards, epoch, _ = rows[0]
+                good = [(shards, epoch, readable([shards], 1)[0])]
             yield Batch(
-                tokens,
-                [self._caption(s, epoch) for _, epoch, s in good],
-                [s.key for _, _, s in good],
-                [self.sets[n].place for n, _, _ in good],
+                stack([sample for _, _, sample in good]),
+                [self._caption(sample, epoch) for _, epoch, sample in good],
+                [sample.key for _, _, sample in good],
+                [shards.place for shards, _, _ in good],
                 broken,
             )
 
-    def _read(self, number: int, reader: int, skip: int) -> Iterator[tuple[int, Shard, Sample | Broken]]:
-        """(epoch, shard, sample) of one set. Raises ValueError if over 1 % of a reader's epoch are broken."""
+    def _read(self, number: int, reader: int, skip: int) -> Iterator[tuple[int, Sample | Broken]]:
+        """(epoch, sample) of one set. Raises ValueError if over 1 % of a reader's epoch are broken."""
         shards = self.sets[number]
-        allowed = max(1, MAX_BROKEN * (shards.size // self.split.readers))
-        for epoch, spans in self.split.dealt(number, shards.size, reader, skip):
-            broken = seen = 0
-            for shard, numbers in shards.order(spans, self.seed, epoch):
-                for sample in shards.read(shard, numbers):
-                    seen += 1
-                    if isinstance(sample, Broken):
-                        broken += 1
-                        if broken > allowed:
-                            last = f"{sample.where}: {sample.reason}"
-                            raise ValueError(f"{broken} of {seen} samples are broken, more than 1 %; last: {last}")
-                    yield epoch, shard, sample
-
-    @staticmethod
-    def _stand_in(shards: ShardSet, shard: Shard) -> Sample:
-        """For a batch of which nothing can be read: the first sample of its shard that can."""
-        for sample in shards.read(shard, range(shard.samples)):
-            if isinstance(sample, Sample):
-                return sample
-        raise ValueError(f"shard {join(shards.place, shard.file)} has no readable sample")
+        for epoch, spans in self.split.parts(number, shards.size, reader, skip):
+            order = shards.order(spans, self.seed, epoch)
+            samples = chain.from_iterable(shards.read(shard, numbers) for shard, numbers in order)
+            yield from ((epoch, sample) for sample in mostly_good(samples, shards.size // self.split.readers))
 
     def _caption(self, sample: Sample, epoch: int) -> str | Unconditional:
         draw = int(hashlib.sha256(f"{self.seed}:{epoch}:{sample.key}".encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
@@ -308,26 +286,38 @@ class FiniteStream(IterableDataset):
         self.limit = limit or shards.size
 
     def __iter__(self) -> Iterator[Batch]:
-        samples = self.shards.in_file_order(self.rank, self.limit, self.world)
-        broken = lost = 0
+        samples = mostly_good(self.shards.in_file_order(self.rank, self.limit, self.world), self.shards.size)
+        broken = 0
         while part := list(islice(samples, self.batch_size)):
-            rows = [s for s in part if isinstance(s, Sample)]
-            broken += len(part) - len(rows)
-            lost += len(part) - len(rows)
-            if lost > max(1, MAX_BROKEN * self.shards.size):
-                last = next(s for s in reversed(part) if isinstance(s, Broken))
-                raise ValueError(f"{lost} samples are broken, more than 1 %; last: {last.where}: {last.reason}")
-            if rows:
-                tokens = torch.from_numpy(np.stack([s.tokens for s in rows], dtype=np.int64, casting="unsafe"))
-                names = [self.shards.place] * len(rows)
-                yield Batch(tokens, [s.caption for s in rows], [s.key for s in rows], names, broken)
+            good = [s for s in part if isinstance(s, Sample)]
+            broken += len(part) - len(good)
+            if good:
+                places = [self.shards.place] * len(good)
+                yield Batch(stack(good), [s.caption for s in good], [s.key for s in good], places, broken)
                 broken = 0
 
 
-def first_tokens(sets: Sequence[ShardSet], limit: int) -> Tensor:
-    """(N, H, W) codes of the first `limit` samples in file order. Raises ValueError if none can be read."""
+def mostly_good(samples: Iterable[Sample | Broken], size: int) -> Iterator[Sample | Broken]:
+    """The same samples. Raises ValueError once more than one of them, and more than 1 % of `size`, are broken."""
+    broken = 0
+    for seen, sample in enumerate(samples, 1):
+        if isinstance(sample, Broken):
+            broken += 1
+            if broken > max(1, MAX_BROKEN * size):
+                last = f"{sample.where}: {sample.reason}"
+                raise ValueError(f"{broken} of {seen} samples are broken, more than 1 %; last: {last}")
+        yield sample
+
+
+def readable(sets: Sequence[ShardSet], limit: int) -> list[Sample]:
+    """The first `limit` samples in file order that can be read. Raises ValueError if there are none."""
     every = chain.from_iterable(s.in_file_order(0, s.size) for s in sets)
-    rows = list(islice((s.tokens for s in every if isinstance(s, Sample)), limit))
-    if not rows:
+    found = list(islice((s for s in every if isinstance(s, Sample)), limit))
+    if not found:
         raise ValueError(f"{sets[0].place} holds no readable sample")
-    return torch.from_numpy(np.stack(rows, dtype=np.int64, casting="unsafe"))
+    return found
+
+
+def stack(samples: Sequence[Sample]) -> Tensor:
+    """(B, H, W) codes."""
+    return torch.from_numpy(np.stack([s.tokens for s in samples], dtype=np.int64, casting="unsafe"))

@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from draftgrid.common.cli import key, main
 from draftgrid.common.files import sha256
-from draftgrid.data.shards import Broken, read_manifest, read_shard
+from draftgrid.data.shards import Broken, read_manifest
+from draftgrid.data.stream import ShardSet
 
 
 @dataclass
@@ -22,24 +23,19 @@ class VerifyConfig:
     smoke: bool = key(False, "the first shard only")
 
 
-def verify(folder: str | Path, shards: int | None = None) -> list[str]:
-    """What is wrong with the first `shards` shards (None = all), one sentence each; empty if nothing is."""
-    folder = Path(folder)
-    manifest = read_manifest(folder)
+def verify(folder: str | Path, limit: int | None = None) -> list[str]:
+    """What is wrong with the first `limit` shards (None = all), one sentence each; empty if nothing is."""
+    shards = ShardSet(str(folder), read_manifest(folder))
     wrong = []
-    for shard in tqdm(manifest.shards[:shards], desc="verify", unit="shard"):
-        path = folder / shard.file
+    for shard in tqdm(shards.manifest.shards[:limit], desc="verify", unit="shard"):
+        path = Path(folder) / shard.file
         if not path.is_file():
             wrong.append(f"{path} is missing")
-        elif sha256(path) != shard.sha256:
+            continue
+        if sha256(path) != shard.sha256:
             wrong.append(f"{path}: sha256 differs from the manifest's")
-        if path.is_file():
-            for sample in read_shard(path, shard.samples):
-                if isinstance(sample, Broken):
-                    wrong.append(f"{sample.where}: {sample.reason}")
-                elif sample.tokens.shape != manifest.grid or int(sample.tokens.max()) >= manifest.codes:
-                    tokens = sample.tokens
-                    wrong.append(f"{path} sample {sample.key}: tokens {tokens.shape} up to {tokens.max()}")
+        samples = shards.read(shard, range(shard.samples), metadata=True)
+        wrong += [f"{s.where}: {s.reason}" for s in samples if isinstance(s, Broken)]
     return wrong
 
 

@@ -1,14 +1,14 @@
 """Small pictures, tokenizers and shard sets that the data tests share."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
-from draftgrid.data.shards import Manifest, Sample, shard_name, write_shard
+from draftgrid.data.shards import Broken, Manifest, Sample, read_index, read_sample, shard_name, write_shard
 from draftgrid.heads.tokenizers import PatchVQ
 
 TOKENIZER = "f" * 64
@@ -51,6 +51,14 @@ def sample(shard: int, index: int, grid: tuple[int, int] = (4, 4), codes: int = 
     H, W = grid
     tokens = (np.arange(H * W).reshape(H, W) * (2 * index + 1) + 7 * shard) % codes
     return Sample(f"s{shard}-{index:03d}", tokens, f"caption {shard} {index}", {"file": "x.png"})
+
+
+def read_shard(path: Path, expected: int | None = None) -> Iterator[Sample | Broken]:
+    """Samples of a tar in file order; what cannot be read comes as Broken, a truncated end included (to `expected`)."""
+    with open(path, "rb") as file:
+        index = read_index(file)
+        for i in range(len(index.keys) if expected is None else expected):
+            yield read_sample(file, str(path), index, i)
 
 
 def write_set(folder: Path, sizes: Sequence[int], grid: tuple[int, int] = (4, 4), codes: int = 64) -> Manifest:

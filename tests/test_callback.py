@@ -19,7 +19,6 @@ from torch import Tensor
 from draftgrid.common.cli import compose
 from draftgrid.data.config import StreamConfig
 from draftgrid.data.module import TokenDataModule
-from draftgrid.data.shards import read_shard
 from draftgrid.eval.callback import Preview, captions, private_copy, sharded
 from draftgrid.eval.config import DecodingConfig, EvaluateConfig
 from draftgrid.eval.decoders import Sampling, decode
@@ -30,6 +29,7 @@ from draftgrid.heads.tokenizers import load_tokenizer
 from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, TrainConfig
 from draftgrid.training.module import HeadsModule
 from tests.conftest import World
+from tests.data_fixtures import read_shard
 from tests.tiny import tiny_emu3
 
 PROMPTS = ["blue", "a red apple"]

@@ -1,6 +1,8 @@
 """What all commands keep to: numbers have ranges, and the caller's settings stay as they were."""
 
 import copy
+import dataclasses
+import json
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -90,6 +92,15 @@ def smoke(command: str, world: World, tmp_path: Path) -> Any:
             data_bench.BenchConfig(dir=str(tmp_path / "data"), out=str(tmp_path / "figures.json"), smoke=True),
         ),
     }[command]
+
+
+def test_data_bench_runs_without_loader_processes_too(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    config = data_bench.BenchConfig(dir=str(tmp_path / "data"), out=str(tmp_path / "figures.json"), smoke=True)
+    data_bench.run(dataclasses.replace(config, ranks=1, workers=1))
+    torch.set_num_threads(threads)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["seen once, more, never"] == [64, 0, 0] and figures["steps of each rank"] == [8]
 
 
 @pytest.mark.parametrize("command", ["bench", "calibrate", "generate", "shards", "latency", "show", "data-bench"])

@@ -19,7 +19,7 @@ from draftgrid.data import verify
 from draftgrid.data.config import StreamConfig
 from draftgrid.data.encode import PARTS
 from draftgrid.data.module import TokenDataModule
-from draftgrid.data.shards import MANIFEST, Manifest, Sample, check_manifest, read_manifest, read_shard
+from draftgrid.data.shards import MANIFEST, Manifest, Sample, check_manifest, read_manifest
 from draftgrid.eval import distill as distill_module
 from draftgrid.eval.decoders import DecodeResult, decode
 from draftgrid.eval.distill import check_exact
@@ -31,7 +31,7 @@ from draftgrid.heads.config import HeadsConfig
 from draftgrid.heads.mtp import MTPHeads, new_heads
 from draftgrid.heads.tokenizers import load_tokenizer
 from tests.conftest import World
-from tests.data_fixtures import files, write_set
+from tests.data_fixtures import files, read_shard, write_set
 
 PROMPTS = [f"{number} {thing}" for number in range(1, 11) for thing in ("red apple", "big dog")]
 FORK = get_context("fork")

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3ImageProcessor, Emu3VQVAE, Emu3VQVAEConfig
 
 from draftgrid.data.encode import EncodeConfig, run
-from draftgrid.data.shards import Sample, read_manifest, read_shard
+from draftgrid.data.shards import Sample, read_manifest
 from draftgrid.data.sources import Item, open_picture, pixels
 from draftgrid.heads.tokenizers import Emu3VQ, load_tokenizer
-from tests.data_fixtures import write_pictures
+from tests.data_fixtures import read_shard, write_pictures
 from tests.tiny import tiny_emu3
 
 SIZE = {

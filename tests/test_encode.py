@@ -22,10 +22,10 @@ from draftgrid.common.cli import main
 from draftgrid.data import encode as encode_module
 from draftgrid.data import show, verify
 from draftgrid.data.encode import EncodeConfig, encode
-from draftgrid.data.shards import Broken, Manifest, Sample, check_manifest, read_manifest, read_shard, write_shard
+from draftgrid.data.shards import Broken, Manifest, Sample, check_manifest, read_manifest, write_shard
 from draftgrid.data.sources import FolderSource
 from draftgrid.heads.tokenizers import PatchVQ
-from tests.data_fixtures import TOKENIZER, codes_by_hand, files, tiny_tokenizer, write_pictures, write_set
+from tests.data_fixtures import TOKENIZER, codes_by_hand, files, read_shard, tiny_tokenizer, write_pictures, write_set
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 from draftgrid.data import encode as encode_module
 from draftgrid.data.encode import EncodeConfig, encode, wait_for_plan
-from draftgrid.data.shards import MANIFEST, Manifest, Sample, read_manifest, read_shard
+from draftgrid.data.shards import MANIFEST, Manifest, Sample, read_manifest
 from draftgrid.data.sources import FolderSource
 from draftgrid.heads.tokenizers import PatchVQ
-from tests.data_fixtures import files, tiny_tokenizer, write_pictures
+from tests.data_fixtures import files, read_shard, tiny_tokenizer, write_pictures
 
 ROOT = Path(__file__).parents[1]
 FORK = get_context("fork")
@@ -216,7 +216,7 @@ def test_a_shard_killed_before_it_is_noted_is_made_again(
     assert files(out) == whole
 
 
-def test_a_kill_behind_the_manifest_leaves_no_notes(
+def test_a_kill_after_the_manifest_leaves_no_notes(
     pictures: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, plain = tmp_path / "out", shutil.rmtree
@@ -357,5 +357,5 @@ def test_the_other_fit_is_another_encode(tmp_path: Path, first: str, second: str
     assert files(out) == before
     run(folder, tmp_path / "other", shards=1, fit=second)
     assert files(tmp_path / "other")["shard-000000.tar"] != before["shard-000000.tar"]
-    with pytest.raises(ValueError, match="fit is 'stretch'; use crop or pad"):
+    with pytest.raises(ValueError, match="fit is 'stretch'; use one of crop, pad"):
         run(folder, tmp_path / "third", fit="stretch")

@@ -7,6 +7,7 @@ import shutil
 import sys
 import tarfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -15,9 +16,9 @@ import pytest
 from PIL import Image
 
 from draftgrid.data.encode import SKIPPED, encode
-from draftgrid.data.shards import Sample, read_shard
+from draftgrid.data.shards import Sample
 from draftgrid.data.sources import HubSource, TarSource, open_picture, open_source, pixels
-from tests.data_fixtures import files, tiny_tokenizer, write_pictures
+from tests.data_fixtures import files, read_shard, tiny_tokenizer, write_pictures
 
 
 def picture(number: int, size: int = 16) -> Image.Image:
@@ -126,7 +127,7 @@ class TestHub:
         keys = [s.key for shard in manifest.shards for s in read_shard(tmp_path / "out" / shard.file)]  # type: ignore[union-attr]
         assert keys == [f"{i:08d}" for i in range(5)]
 
-        with pytest.raises(ValueError, match="ends at row 6; set a smaller limit"):
+        with pytest.raises(ValueError, match="ends before row 6; set a smaller limit"):
             encode(source, tiny_tokenizer(), tmp_path / "more", "train", shards=2, limit=7)
 
     def test_columns_are_mapped_and_a_wrong_one_lists_them(self, tmp_path: Path) -> None:
@@ -314,6 +315,37 @@ class TestTars:
         encode(open_source(f"wds:{pattern}"), tiny_tokenizer(), tmp_path / "a", "all", shards=3)
         encode(open_source(f"wds:{pattern}"), tiny_tokenizer(), tmp_path / "b", "all", shards=3)
         assert files(tmp_path / "a") == files(tmp_path / "b")
+
+    def test_a_pipe_runs_once_to_be_listed_and_once_in_every_process_that_encodes_it(self, tmp_path: Path) -> None:
+        write_tar(
+            tmp_path / "six.tar", {f"{i}.{s}": d for i in range(6) for s, d in (("png", encoded(i)), ("txt", b"x"))}
+        )
+        log = tmp_path / "log"
+
+        def run(out: str, rank: int, world: int) -> None:
+            source = open_source(f"wds:pipe:echo run >> {log}; cat {tmp_path}/six.tar")
+            encode(source, tiny_tokenizer(), tmp_path / out, "all", shards=5, batch_size=4, rank=rank, world=world)
+
+        run("one", 0, 1)
+        assert log.read_text() == "run\n" * 2
+        with ThreadPoolExecutor(2) as both:
+            list(both.map(run, ["two"] * 2, range(2), [2] * 2))
+        assert log.read_text() == "run\n" * 6
+        assert files(tmp_path / "two") == files(tmp_path / "one")
+        (tmp_path / "one" / "manifest.json").unlink()
+        run("one", 0, 1)  # its shards' notes are gone, so it is made again
+        assert files(tmp_path / "two") == files(tmp_path / "one")
+
+    def test_a_stream_that_changes_while_it_is_read_leaves_no_wrong_shard(self, tmp_path: Path) -> None:
+        samples = {f"{i}.{s}": d for i in range(6) for s, d in (("png", encoded(i)), ("txt", b"x"))}
+        write_tar(tmp_path / "six.tar", samples)
+        source = open_source(f"wds:pipe:cat {tmp_path}/six.tar")
+        assert source.count("all") == 6
+        write_tar(tmp_path / "six.tar", {name: data for name, data in samples.items() if name[0] != "3"})
+        with pytest.raises(ValueError, match=r"has changed while it was read: .*six\.tar/3 is not what it was"):
+            encode(source, tiny_tokenizer(), tmp_path / "out", "all", shards=3)
+        assert [p.name for p in (tmp_path / "out").glob("*.tar")] == ["shard-000000.tar"]
+        assert len(list(read_shard(tmp_path / "out" / "shard-000000.tar"))) == 2
 
     def test_a_pipe_that_fails_is_named(self, folder: Path) -> None:
         for command in ("exit 3", f"cat {folder}/s-000.tar; exit 3", f"head -c 1400 {folder}/s-000.tar"):

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from draftgrid.data.encode import SKIPPED, encode
-from draftgrid.data.shards import Manifest, Sample, read_shard
+from draftgrid.data.shards import Manifest, Sample
 from draftgrid.data.sources import open_source
 from draftgrid.heads.tokenizers import PatchVQ
-from tests.data_fixtures import write_pictures
+from tests.data_fixtures import read_shard, write_pictures
 
 COLOURS = {"K": (0, 0, 0), "W": (255, 255, 255), "R": (255, 0, 0), "G": (0, 255, 0), "B": (0, 0, 255), "o": (128,) * 3}
 """Letter of every code: black, white, red, green, blue, grey."""

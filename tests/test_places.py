@@ -1,4 +1,4 @@
-"""Shard sets at URLs: fetched whole, taken up where a connection broke off, cached within a limit, given up by name."""
+"""Shard sets at URLs: fetched whole, resumed where a connection broke off, cached within a limit, given up by name."""
 
 import itertools
 import os

@@ -339,7 +339,7 @@ def test_a_source_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="copies is 3"):
         open_source(f"folder:{tmp_path}", copies=3)
     with pytest.raises(ValueError, match="no captioned picture in split 'all'"):
-        open_source(f"folder:{tmp_path}").items("all")
+        open_source(f"folder:{tmp_path}").count("all")
     with pytest.raises(ValueError, match=r"split is 'dev'; a folder has train, validation, test, all"):
         open_source(str(tmp_path)).items("dev")
     assert isinstance(open_source("emoji"), EmojiSource)

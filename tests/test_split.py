@@ -1,4 +1,4 @@
-"""Dealing epochs to readers: whatever the shards, ranks, workers and the points where a run stops and goes on."""
+"""Epochs divided among readers: whatever the shards, ranks, workers and the points where a run stops and resumes."""
 
 import itertools
 import json
@@ -33,9 +33,9 @@ def consumed(split: Split, sets: list[ShardSet], batches: int, seed: int) -> Cou
         counts = np.bincount(picks(0, n, weights), minlength=len(sets))
         for number, shards in enumerate(sets):
             need = int(counts[number])
-            dealt = split.dealt(number, shards.size, reader, 0)
+            parts = split.parts(number, shards.size, reader, 0)
             while need:
-                epoch, spans = next(dealt)
+                epoch, spans = next(parts)
                 spans = cut(spans, 0, need)
                 need -= total(spans)
                 for shard, numbers in shards.order(spans, seed, epoch):
@@ -44,7 +44,7 @@ def consumed(split: Split, sets: list[ShardSet], batches: int, seed: int) -> Cou
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_however_often_a_run_stops_and_is_dealt_anew_no_epoch_holds_a_sample_twice_and_few_are_missing(
+def test_however_often_a_run_stops_and_is_divided_again_no_epoch_holds_a_sample_twice_and_few_are_missing(
     seed: int,
 ) -> None:
     rng = random.Random(seed)
@@ -72,7 +72,7 @@ def test_however_often_a_run_stops_and_is_dealt_anew_no_epoch_holds_a_sample_twi
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_left_is_what_was_not_consumed(seed: int) -> None:
-    """Without dealing anew nothing but the rest of a finished epoch is ever lost."""
+    """Unless the work is divided again, nothing but the rest of a finished epoch is ever lost."""
     rng = random.Random(seed)
     sets = [paper_set([rng.randint(1, 9) for _ in range(4)])]
     split = Split(rng.randint(1, 2), rng.randint(1, 2), rng.randint(1, 3))
@@ -150,7 +150,8 @@ def test_at_another_world_size_the_rest_of_the_epoch_comes_first(tmp_path: Path)
     old = Split(2, 1, 2, ({0: [(0, 24)]},))
     module.split = old
     module.load_state_dict(json.loads(json.dumps(module.state_dict() | {"batches": 3})))
-    assert "dealt to 2 ranks x 1 workers in batches of 2" in module.notes[0] and "12 samples" in module.notes[0]
+    assert "the checkpoint is of 2 ranks x 1 workers and batches of 2" in module.notes[0]
+    assert "12 samples" in module.notes[0]
     rest = [k for b in itertools.islice(module.train_dataloader(), 3) for k in b.keys]
     assert len(seen) == len(rest) == 12 and sorted(seen + rest) == all_keys([8, 8, 8])
 

@@ -111,7 +111,7 @@ SETS = [[7, 3, 1], [5, 5, 5], [9], [4, 4, 4, 4, 4, 4, 4, 4, 4], [1, 2, 3, 4, 5, 
 
 @pytest.mark.parametrize("sizes", SETS)
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 3), (2, 0), (2, 4)])
-def test_an_epoch_is_dealt_in_equal_parts_and_leaves_less_than_one_sample_a_reader(
+def test_an_epoch_is_divided_in_equal_parts_and_leaves_less_than_one_sample_a_reader(
     tmp_path: Path, sizes: list[int], ranks: int, workers: int
 ) -> None:
     manifest = write_set(tmp_path, sizes)
@@ -146,7 +146,7 @@ def test_over_many_epochs_no_sample_is_favoured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[7, 3, 1], [2] * 9])
-def test_a_loader_with_workers_deals_the_readers_batches_in_turn(tmp_path: Path, sizes: list[int]) -> None:
+def test_a_loader_with_workers_hands_out_the_readers_batches_in_turn(tmp_path: Path, sizes: list[int]) -> None:
     """Rank 1 of 2 with 3 workers reads what readers 3, 4, 5 of 6 read in one process each."""
     manifest = write_set(tmp_path, sizes)
     loaded = take(stream_of(tmp_path, manifest, 2, seed=5, caption_dropout=0.3, rank=1, world=2), 12, workers=3)

@@ -353,8 +353,9 @@ def test_validation_figures_equal_a_computation_by_hand(world: World, tmp_path: 
     """Two pictures of the validation set, every figure written out with loops."""
     import numpy as np
 
-    from draftgrid.data.shards import read_manifest, read_shard
+    from draftgrid.data.shards import read_manifest
     from draftgrid.heads.distributions import count_table
+    from tests.data_fixtures import read_shard
 
     keys = {"data.validation_samples": 2, "data.batch_size": 2, "decoding.guidance": 1}
     keys |= {"heads.down": 1, "heads.right": 1}

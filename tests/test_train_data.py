@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 
 from draftgrid.common.cli import compose
-from draftgrid.data.shards import Sample, read_manifest, read_shard
+from draftgrid.data.shards import Sample, read_manifest
 from draftgrid.recipes.launch.build import open_sources, prepare_data
 from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, TrainConfig
 from draftgrid.training.checkpoint import pick_checkpoint, read_checkpoint
 from tests.conftest import World
-from tests.data_fixtures import codes_by_hand, files, tiny_tokenizer, write_pictures
+from tests.data_fixtures import codes_by_hand, files, read_shard, tiny_tokenizer, write_pictures
 from tests.test_train import fit, last_step, spawn, wait_for_step
 from tests.tiny import tiny_emu3
 
@@ -89,7 +89,7 @@ def test_a_shard_that_cannot_be_read_ends_all_ranks_with_its_name_and_one_rank_c
     wait_for_step(process, out, step + 20, 60)
     process.terminate()
     output, _ = process.communicate(timeout=60)
-    assert "the checkpoint dealt to 2 ranks x 2 workers in batches of 2" in output and "is dealt anew" in output
+    assert "the checkpoint is of 2 ranks x 2 workers and batches of 2" in output and "is divided again" in output
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from draftgrid.common.files import read_json, read_lines
-from draftgrid.data.sources.base import ABSENT, FITS, NO_CAPTION, Item, Source, check_text, open_picture, pixels
+from draftgrid.data.sources.base import Item, Source, check_text, open_picture, pixels
 from draftgrid.data.sources.emoji import EmojiSource
 from draftgrid.data.sources.folder import FolderSource
 from draftgrid.data.sources.hub import HubSource
@@ -11,9 +11,6 @@ from draftgrid.data.sources.tars import TarSource
 from draftgrid.heads.backbones.loading import ASSETS
 
 __all__ = [
-    "ABSENT",
-    "FITS",
-    "NO_CAPTION",
     "EmojiSource",
     "FolderSource",
     "HubSource",

@@ -8,9 +8,10 @@ import hashlib
 import io
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,14 @@ class Item:
     key: str
     caption: str
     path: Path
-    """The picture's file, or what to call it where it is part of another file."""
+    """The picture's file, or a name for it if it is part of another file."""
     shift: tuple[int, int] = (0, 0)
     """Pixels the picture is moved right and down (augmentation)."""
     mirror: bool = False
     load: Callable[[], bytes | None] | None = None
-    """The picture's encoded bytes, where it is no file of its own; None if there is no picture."""
+    """The picture's encoded bytes, if it is not a file of its own; None if there is no picture."""
     size: int = -1
-    """Bytes, where they are known without reading them."""
+    """Bytes, if they are known without reading them."""
 
     @property
     def identity(self) -> str:
@@ -52,7 +53,7 @@ class Source(ABC):
     name: str
     licence: str
     sequential = False
-    """Whether items can only be had in their own order, from a stream."""
+    """Whether items can only be read in their own order, from a stream."""
 
     @abstractmethod
     def count(self, split: str, limit: int = 0) -> int:
@@ -70,6 +71,8 @@ class Source(ABC):
 class ListedSource(Source):
     """A source whose items are all known at once."""
 
+    captions = ""  # where they are looked for, for the error that finds none
+
     @abstractmethod
     def items(self, split: str) -> list[Item]:
         """The items of one split, in a fixed order. Raises ValueError if the split does not exist."""
@@ -82,7 +85,7 @@ class ListedSource(Source):
         if split not in self._listed:
             self._listed[split] = self.items(split)
             if not self._listed[split]:
-                raise ValueError(f"source {self.name} has no picture in split {split!r}")
+                raise ValueError(f"source {self.name} has no captioned picture in split {split!r} ({self.captions})")
         return self._listed[split]
 
     def count(self, split: str, limit: int = 0) -> int:
@@ -97,10 +100,21 @@ class ListedSource(Source):
         return hashlib.sha256("\n".join(item.identity for item in self._list(split)).encode()).hexdigest()
 
 
-def by_hash(caption: str) -> str:
-    """90 / 5 / 5 by a hash of the caption, so equal captions stay together, for sources without splits of their own."""
-    bucket = int(hashlib.sha256(caption.encode()).hexdigest()[:8], 16) % 100
-    return "train" if bucket < 90 else "validation" if bucket < 95 else "test"
+def by_hash(items: Iterable[Item], split: str, kind: str) -> list[Item]:
+    """The items of one split, for sources without splits of their own: 90 / 5 / 5 by a hash of the caption, so that
+    equal captions stay together; split `all` is everything. Raises ValueError for another split."""
+    check_split(split, kind, "all")
+    return [item for item in items if split in ("all", split_of(item.caption, 90, 95))]
+
+
+def split_of(text: str, *borders: int) -> str:
+    """The split that the text's hash falls into, by the percentages at which validation and test begin."""
+    return SPLITS[bisect(borders, number_of(text) % 100)]
+
+
+def number_of(text: str) -> int:
+    """A whole number below 2^32 that depends on the text alone."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
 
 
 def check_split(split: str, kind: str, *more: str) -> None:
@@ -128,10 +142,8 @@ def open_picture(item: Item, size: int | tuple[int, int], fit: str = "crop") -> 
     white = Image.new("RGBA", picture.size, "white")
     picture = Image.alpha_composite(white, picture).convert("RGB")
     shape = (size, size) if isinstance(size, int) else size[::-1]
-    if fit == "crop":
-        picture = ImageOps.fit(picture, shape, Image.Resampling.LANCZOS)
-    else:
-        picture = ImageOps.pad(picture, shape, Image.Resampling.LANCZOS, color="white")
+    resize = ImageOps.fit if fit == "crop" else partial(ImageOps.pad, color="white")
+    picture = resize(picture, shape, Image.Resampling.LANCZOS)
     if item.mirror:
         picture = ImageOps.mirror(picture)
     if item.shift != (0, 0):
@@ -177,10 +189,8 @@ def caption_of(row: dict[str, Any], key: str) -> str:
 
 
 def drawn(caption: Any, key: str) -> Any:
-    """One of a list, by the key; what is no list, and an empty one, as it is."""
-    if not isinstance(caption, list) or not caption:
-        return caption
-    return caption[int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % len(caption)]
+    """One of a list, picked by the key; anything else, and an empty list, stays as it is."""
+    return caption[number_of(key) % len(caption)] if isinstance(caption, list) and caption else caption
 
 
 def check_text(text: str, where: str) -> None:

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 from draftgrid.common.packages import need
-from draftgrid.data.sources.base import Item, ListedSource, check_split
+from draftgrid.common.settings import whole
+from draftgrid.data.sources.base import Item, ListedSource, check_split, split_of
 
 
 class EmojiSource(ListedSource):
@@ -24,9 +25,7 @@ class EmojiSource(ListedSource):
 
     def __init__(self, copies: int = 1) -> None:
         """`copies` > 1 adds mirrored and shifted pictures to the training split (never to the others)."""
-        if copies < 1:
-            raise ValueError(f"copies is {copies}; it counts the original, so at least 1")
-        self.copies = copies
+        self.copies = whole("copies", copies, 1)  # the original included
 
     def items(self, split: str) -> list[Item]:
         check_split(split, "emoji")
@@ -40,18 +39,13 @@ class EmojiSource(ListedSource):
             if not known:
                 continue
             name = known["en"].strip(":")
-            if self.split_of(self._variant.sub("", name)) != split:
+            if split_of(self._variant.sub("", name).lower(), 88, 94) != split:
                 continue
             caption = re.sub(r"[_\s]+", " ", name).strip()
             items.append(Item(path.stem, caption, path))
             if split == "train":
                 items += [self._copy(items[-1], k) for k in range(1, self.copies)]
         return items
-
-    @staticmethod
-    def split_of(concept: str) -> str:
-        bucket = int(hashlib.sha256(concept.lower().encode()).hexdigest()[:8], 16) % 100
-        return "train" if bucket < 88 else "validation" if bucket < 94 else "test"
 
     def _copy(self, item: Item, k: int) -> Item:
         """Copy 1 is mirrored; the rest are shifted, even ones by whole patches of 4 pixels, and mirrored half the time.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from draftgrid.common.files import read_lines
-from draftgrid.data.sources.base import Item, ListedSource, by_hash, caption_of, check_split, hidden, short_key
+from draftgrid.data.sources.base import Item, ListedSource, by_hash, caption_of, hidden, short_key
 
 
 class FolderSource(ListedSource):
@@ -15,6 +15,7 @@ class FolderSource(ListedSource):
     """
 
     licence = "that of the folder's pictures"
+    captions = "captions: metadata.jsonl or .txt"
     _suffixes = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
     def __init__(self, folder: str | Path) -> None:
@@ -24,13 +25,7 @@ class FolderSource(ListedSource):
             raise ValueError(f"source folder {self.folder} does not exist")
 
     def items(self, split: str) -> list[Item]:
-        check_split(split, "a folder", "all")
-        items = [item for item in self._all() if split == "all" or by_hash(item.caption) == split]
-        if not items:
-            raise ValueError(
-                f"{self.folder} has no captioned picture in split {split!r} (captions: metadata.jsonl or .txt)"
-            )
-        return items
+        return by_hash(self._all(), split, "a folder")
 
     def _all(self) -> Iterator[Item]:
         captions = self._metadata()

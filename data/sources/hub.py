@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from draftgrid.common.packages import need
+from draftgrid.common.settings import one_of
 from draftgrid.data.sources.base import CAPTIONS, Item, Source, drawn
 
 
 class HubSource(Source):
     """Whatever `datasets` reads: a name on the hub, a folder of parquet files or the like, a set saved to disk.
 
-    `hf:NAME@SPLIT` names one of its own splits (also a slice, train[:90%], where it is not streamed); without, it is
-    the one called like `split`. Sets on the hub are streamed, in their own order, unless told otherwise.
+    `hf:NAME@SPLIT` names one of its own splits (also a slice, train[:90%], where it is not streamed); without
+    one it is the split called `split`. Sets on the hub are streamed, in their own order, unless told otherwise.
     """
 
     licence = "that of the dataset"
@@ -23,8 +24,7 @@ class HubSource(Source):
         self.dataset, _, self.part = name.partition("@")
         self.name = f"hf:{Path(self.dataset).name if Path(self.dataset).exists() else self.dataset}"
         self.image, self.caption = image, caption
-        if streaming not in ("auto", "true", "false"):
-            raise ValueError(f"streaming is {streaming!r}; use auto, true or false")
+        one_of("streaming", streaming, ("auto", "true", "false"))
         path = Path(self.dataset)
         self.saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
         self.sequential = streaming == "true" or (streaming == "auto" and not path.exists())
@@ -66,11 +66,9 @@ class HubSource(Source):
                 raise ValueError(f"it is {found.split}")
             return found
         if path.is_file():
-            kind = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+            kind = {".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv"}.get(path.suffix, "parquet")
             files = {split.partition("[")[0]: str(path)}
-            return datasets.load_dataset(
-                kind.get(path.suffix, "parquet"), data_files=files, split=split, streaming=self.sequential
-            )
+            return datasets.load_dataset(kind, data_files=files, split=split, streaming=self.sequential)
         return datasets.load_dataset(self.dataset, split=split, streaming=self.sequential)
 
     def _column(self, what: str, named: str, usual: Sequence[str], columns: list[str]) -> str:
@@ -90,27 +88,28 @@ class HubSource(Source):
 
     def take(self, split: str, numbers: Sequence[int]) -> Iterator[Item]:
         found = self._open(split)
-        if not self.sequential:
-            rows: Iterator[tuple[int, Any]] = ((int(i), found[int(i)]) for i in numbers)
+        if self.sequential and numbers:
+            first, wanted = numbers[0], set(numbers)
+            stream = zip(range(first, numbers[-1] + 1), found.skip(first), strict=False)
+            rows = ((i, row) for i, row in stream if i in wanted)
         else:
-            assert len(numbers) == int(numbers[-1]) - int(numbers[0]) + 1, "a stream is read in its order"
-            rows = zip(map(int, numbers), found.skip(int(numbers[0])), strict=False)
+            rows = ((i, found[i]) for i in numbers)
         image, caption_column = self.columns
         given = 0
         for i, row in rows:
             given += 1
             picture = row[image] or {}
             data, file = picture.get("bytes"), picture.get("path")
-            load = partial(lambda data: data, data) if data or not file else None
-            if file and load is None and "://" in file:  # in a zip, or on the hub
-                load = partial(_read, file)
+            load = partial(_read, file) if file and "://" in file else None  # in a zip, or on the hub
+            if data or not file:
+                load = partial(lambda data: data, data)
             caption = drawn(row[caption_column], f"{i:08d}") or ""
             if not isinstance(caption, str):
                 raise ValueError(f"source {self.name} row {i}: {caption_column} is {caption!r}; it must be text")
             path = Path(f"{self.name} row {i}" if load else str(file))
             yield Item(f"{i:08d}", caption.strip(), path, load=load)
         if given < len(numbers):
-            raise ValueError(f"source {self.name} ends at row {int(numbers[0]) + given}; set a smaller limit")
+            raise ValueError(f"source {self.name} ends before row {numbers[given]}; set a smaller limit")
 
     def identity(self, split: str) -> str:
         found = self._open(split)
@@ -118,15 +117,11 @@ class HubSource(Source):
         if self.sequential:
             text = str(found.info.version)
         else:
-            text = "\n".join(map(str, [*found[caption], *_sizes(found.data.column(image))]))
+            import pyarrow.compute as pc
+
+            sizes = pc.binary_length(pc.struct_field(found.data.column(image), "bytes"))  # type: ignore[attr-defined]
+            text = "\n".join(map(str, [*found[caption], *sizes.to_pylist()]))
         return hashlib.sha256(f"{self.name}@{self.part or split} {self.columns}\n{text}".encode()).hexdigest()
-
-
-def _sizes(pictures: Any) -> list[int | None]:
-    """Bytes of each picture of a column, None where it is a file of its own."""
-    import pyarrow.compute as pc
-
-    return pc.binary_length(pc.struct_field(pictures, "bytes")).to_pylist()  # type: ignore[attr-defined]
 
 
 def _read(file: str) -> bytes:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,16 +12,7 @@ from typing import Any
 
 from draftgrid.common.packages import need
 from draftgrid.data.shards import members
-from draftgrid.data.sources.base import (
-    CAPTIONS,
-    Item,
-    ListedSource,
-    by_hash,
-    caption_of,
-    check_split,
-    hidden,
-    short_key,
-)
+from draftgrid.data.sources.base import CAPTIONS, Item, ListedSource, by_hash, caption_of, hidden, short_key
 
 
 class TarSource(ListedSource):
@@ -28,10 +20,11 @@ class TarSource(ListedSource):
 
     Named by a folder of tars, a pattern with *, or what `webdataset` takes: {000..063}, `pipe:COMMAND`, URLs, several
     with `::` between. Plain local tars are read in any order, all others from first to last, once to list
-    them and once for every shard that takes samples from them. Split as a folder's pictures are.
+    what they hold and once in every process that encodes them. Split as a folder's pictures are.
     """
 
     licence = "that of the tars' pictures"
+    captions = "captions: .txt or .json"
     _pictures = ("jpg", "jpeg", "png", "webp")
 
     def __init__(self, pattern: str) -> None:
@@ -52,21 +45,20 @@ class TarSource(ListedSource):
         self._url_of: dict[str, str] = {}
 
     def items(self, split: str) -> list[Item]:
-        check_split(split, "a set of tars", "all")
-        return [item for item in self._all() if split == "all" or by_hash(item.caption) == split]
+        return by_hash(self._all(), split, "a set of tars")
 
     def take(self, split: str, numbers: Sequence[int]) -> Iterator[Item]:
         if not self.sequential:
             yield from super().take(split, numbers)
             return
-        wanted = {item.key: item.identity for item in super().take(split, numbers)}
-        for url in dict.fromkeys(self._url_of[key] for key in wanted):
+        due = deque(super().take(split, numbers))
+        for url in dict.fromkeys(self._url_of[item.key] for item in due):
             for item in self._read(url):
-                if wanted.get(item.key) == item.identity:
-                    del wanted[item.key]
+                if due and (item.key, item.identity) == (due[0].key, due[0].identity):
+                    due.popleft()
                     yield item
-        if wanted:
-            raise ValueError(f"source {self.name} has changed while it was read: {len(wanted)} samples are missing")
+        if due:
+            raise ValueError(f"source {self.name} has changed while it was read: {due[0].path} is not what it was")
 
     def _all(self) -> Iterator[Item]:
         for url in self.urls:
@@ -99,7 +91,7 @@ class TarSource(ListedSource):
             yield from self._wds.tariterators.tar_file_expander(
                 [{"url": url, "stream": stream}], select_files=lambda name: not hidden(name)
             )
-            while stream.read(1 << 20):  # or the command behind a pipe ends with an error
+            while stream.read(1 << 20):  # or the command of a pipe ends with an error
                 pass
 
     def _item(self, url: str, key: str, parts: dict[str, Any]) -> Iterator[Item]:
