@@ -165,7 +165,7 @@ class TestExport:
     def test_heads_of_another_grid_are_refused(self, exported) -> None:
         _, _, folder = exported
         wide = tiny_emu3((4, 3))
-        wide._fingerprint = tiny_emu3().fingerprint
+        wide.fingerprint = tiny_emu3().fingerprint
         with pytest.raises(ValueError, match=r"trained on a \(3, 4\) grid, but the backbone draws \(4, 3\)"):
             MTPHeads.from_pretrained(folder, wide)
 

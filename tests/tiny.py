@@ -70,7 +70,6 @@ class TableBackbone(Backbone):
         self.table = spread * torch.randn(self.first[T], codes, generator=generator, dtype=torch.float64)
         self.table = torch.cat([self.table, torch.zeros(1, codes, dtype=torch.float64)])  # behind the picture's end
         self.weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64), requires_grad=False)
-        self._fingerprint = f"table-{grid}-{codes}-{seed}"
 
     layers = ()
 
@@ -90,7 +89,7 @@ class TableBackbone(Backbone):
         raise AssertionError("a table has no trunk")
 
     def identity(self) -> dict[str, Tensor]:
-        return {"table": self.weight}
+        return {"table": self.table}
 
     @classmethod
     def from_pretrained(cls, folder: object, **settings: object) -> "TableBackbone":
