@@ -38,7 +38,7 @@ class ChainHeads(MTPHeads):
     kind = "chain"
     reads_left = True
     fields = ("width", "rank", "cell")
-    options = ("rows", "lefts", "recent", "project_rank")
+    options = ("rows", "lefts", "recent", "project_rank", "norm_inputs")
 
     def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
         super().__init__(config, trained_on)
@@ -88,12 +88,15 @@ class ChainHeads(MTPHeads):
         if distance is not None:
             distance = distance * (distance <= position % self.grid.width)
             source = (position - distance)[..., None]
-            near = h.take_along_dim(source, 1), e.take_along_dim(source, 1), distance
-        t, c = self.look(h[:, index], e[:, index], inside, near)
-        entering = self.late_left(self._beside(e if left is None else left, 1))
-        if self.late_second is not None:
-            entering = entering + self.late_second(self._beside(e if left is None else left, 2))
-        return t + self.late_down(self.gate(c + entering))
+            near = self.newest(h.take_along_dim(source, 1), e.take_along_dim(source, 1), distance)
+        t, c = self.look(self.squeeze(h, e)[:, index], inside, near)
+        left = self.scaled(e if left is None else left)
+        entering = [layer(self._beside(left, back)) for back, layer in enumerate(self.late(), 1)]
+        return t + self.late_down(self.gate(sum(entering, c)))
+
+    def late(self) -> list[nn.Module]:
+        """The layers (D -> 2 r) that the left token enters through, and the second to the left if it is read."""
+        return [layer for layer in (self.late_left, self.late_second) if layer is not None]
 
     def _beside(self, e: Tensor, back: int) -> Tensor:
         """(B, T, D) -> (B, T - 1, D): what stands `back` to the left of each cell but the first."""
@@ -113,21 +116,26 @@ class ChainHeads(MTPHeads):
         found = torch.randint(1, self.config.recent + 1, shape, generator=generator, device=device)
         return found * (torch.rand(shape, generator=generator, device=device) > 1 / 3)
 
-    def look(
-        self, h: Tensor, e: Tensor, inside: Tensor, near: tuple[Tensor, Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """h, e (..., N, D) of the cells above, inside (..., N) bool -> t (..., D) and C RMSNorm(t) (..., 2 r).
+    def squeeze(self, h: Tensor, e: Tensor) -> Tensor:
+        """State and embedding (..., D) of cells -> what the trunk reads of each, (..., cell)."""
+        return self.cell(self._pair(h, e))
 
-        `near` is state and embedding (..., D) of the newest drawn cell, and how far to the left it is; 0 = not read.
-        """
-        z = (self.cell(torch.cat([h, e.expand_as(h)], dim=-1)) * inside[..., None].to(h.dtype)).flatten(-2)
-        if self.recent is not None and self.distance is not None:
-            extra = z.new_zeros(*z.shape[:-1], self.recent.out_features)
-            if near is not None:
-                h, e, d = near
-                read = self.recent(torch.cat([h, e.expand_as(h)], dim=-1)) + self.distance((d - 1).clamp_min(0))
-                extra = extra + read * (d > 0)[..., None].to(z.dtype)
-            z = torch.cat([z, extra], dim=-1)
+    def _pair(self, h: Tensor, e: Tensor) -> Tensor:
+        return torch.cat([self.scaled(h), self.scaled(e).expand_as(h)], dim=-1)
+
+    def newest(self, h: Tensor, e: Tensor, distance: Tensor) -> Tensor:
+        """The same (..., cell) of the newest drawn cell, `distance` (...) cells to the left; zeros where that is 0."""
+        assert self.recent is not None and self.distance is not None, "only heads with `recent` read it"
+        part = self.recent(self._pair(h, e)) + self.distance((distance - 1).clamp_min(0))
+        return part * (distance > 0)[..., None].to(h.dtype)
+
+    def look(self, cells: Tensor, inside: Tensor, near: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The cells above as `squeeze` gives them (..., N, cell), which of them there are (..., N), the newest drawn
+        cell as `newest` gives it or None -> t (..., D) and C RMSNorm(t) (..., 2 r)."""
+        z = (cells * inside[..., None].to(cells.dtype)).flatten(-2)
+        if self.recent is not None:
+            near = z.new_zeros(1) if near is None else near
+            z = torch.cat([z, near.expand(*z.shape[:-1], self.recent.out_features)], dim=-1)
         t = self.trunk(z)
         return t, self.late_trunk(self.late_norm(t))
 

@@ -16,8 +16,7 @@ class ChainTables:
     def __init__(self, heads: ChainHeads, backbone: Backbone) -> None:
         self.heads, self.backbone = heads, backbone
         codes = torch.arange(backbone.image_vocab_size, device=backbone.device)
-        layers = [layer for layer in (heads.late_left, heads.late_second) if layer is not None]
-        entering = [layer(backbone.embed(codes)) for layer in layers]
+        entering = [layer(heads.scaled(backbone.embed(codes))) for layer in heads.late()]
         self.left = [torch.cat([a, torch.zeros_like(a[:1])]) for a in entering]
         """(V + 1, 2 r) for the left token, then the second to the left; row V stands for none in this row."""
 

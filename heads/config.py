@@ -24,6 +24,7 @@ class HeadsConfig:
     right: int = key(5, "kind=offsets: heads to the right, 1 .. right cells", least=0)
     down: int = key(2, "kind=offsets: heads below, 1 .. down rows", least=0)
     width: int = key(0, "hidden width of each head's SwiGLU; 0 = the backbone's hidden size", least=0)
+    norm_inputs: bool = key(False, "divide states and embeddings by their root mean square before they are read")
     input: str = key("h+e", "kind=offsets: what a head reads, h+e (state and token embedding), h, or e")
     shared: bool = key(False, "kind=offsets: one trunk for all offsets, and a part of `rank` units for each")
     project_rank: int = key(0, "rank of the matrix W0 a head begins with; 0 = full", least=0)

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 from draftgrid.common.files import read_fields, read_json
 from draftgrid.common.settings import whole
@@ -94,6 +95,13 @@ class MTPHeads(nn.Module, ABC):
         `left` (branches * rows, T, D) are embeddings to read as left tokens, None = the picture's own.
         """
         return ()
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """States or embeddings (..., D) as the layers get them: with norm_inputs divided by their root mean square.
+
+        The two differ in size by a factor of 100 and more (DeepSeek-V3's MTP norms both, arXiv 2412.19437, eq. 21).
+        """
+        return rms_norm(x, x.shape[-1:], eps=1e-6) if self.config.norm_inputs else x
 
     def states(self, backbone: Backbone, h: Tensor) -> Tensor:
         """(..., D) states before the final norm -> the states these heads read and predict."""

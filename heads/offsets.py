@@ -23,7 +23,7 @@ class OffsetHeads(MTPHeads):
 
     kind = "offsets"
     fields = ("right", "down", "width", "input")
-    options = ("shared", "project_rank", "rank")
+    options = ("shared", "project_rank", "rank", "norm_inputs")
 
     def __init__(self, config: HeadsConfig, trained_on: TrainedOn) -> None:
         super().__init__(config, trained_on)
@@ -64,7 +64,7 @@ class OffsetHeads(MTPHeads):
     def forward(self, h: Tensor, e: Tensor, offset: Offset) -> Tensor:
         """States and embeddings (..., D) of source cells -> predicted states (..., D) of the cells at `offset`."""
         reads = {"h": h, "e": e.expand_as(h)}
-        z = torch.cat([reads[name] for name in self.config.input.split("+")], dim=-1)
+        z = torch.cat([self.scaled(reads[name]) for name in self.config.input.split("+")], dim=-1)
         own = getattr(self, offset_name(offset))
         if self.trunk is None:
             return own(z)

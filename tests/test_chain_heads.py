@@ -19,7 +19,12 @@ from tests.tiny import random_chain_heads, tiny_emu3
 WIDE = {"rows": 2, "lefts": 2, "recent": 2}
 
 
-KINDS = {"plain": {}, "wide": WIDE, "after the norm": {"target": "h_post", **WIDE}}
+KINDS = {
+    "plain": {},
+    "wide": WIDE,
+    "after the norm": {"target": "h_post", **WIDE},
+    "normed": {"norm_inputs": True, **WIDE},
+}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -77,6 +82,8 @@ def by_hand(
 
     `back`: how far to the left the newest drawn cell is; 0 = too far.
     """
+    if heads.config.norm_inputs:
+        h, e = (s / (s.square().mean(-1, keepdim=True) + 1e-6).sqrt() for s in (h, e))
     cells = []
     for dy, dx in [(-1, 0), (-1, 1), (-1, 2)] + ([(-2, 0), (-2, 1)] if heads.config.rows == 2 else []):
         at = (y + dy) * W + x + dx
@@ -105,7 +112,7 @@ def test_a_whole_picture_is_predicted_cell_by_cell_as_the_formula_says(world) ->
             torch.testing.assert_close(predicted[b, i - 1], by_hand(heads, h[b], e[b], i // 4, i % 4))
 
 
-@pytest.mark.parametrize("world", ["wide", "after the norm"], indirect=True)
+@pytest.mark.parametrize("world", ["wide", "after the norm", "normed"], indirect=True)
 def test_the_newest_drawn_cell_is_read_at_the_distance_given_and_never_across_a_row_end(world) -> None:
     _, heads, _, h, e = world
     for back in (0, 1, 2):

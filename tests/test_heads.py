@@ -109,17 +109,21 @@ def _batch(tokens: Tensor, captions: list):
     return Batch(tokens, captions, ["k"] * len(captions))
 
 
-def test_a_head_is_the_papers_formula() -> None:
-    """W0 z + SwiGLU(RMSNorm(W0 z)), written out with plain matrices."""
+@pytest.mark.parametrize("norm_inputs", [False, True])
+def test_a_head_is_the_papers_formula(norm_inputs: bool) -> None:
+    """W0 z + SwiGLU(RMSNorm(W0 z)), written out with plain matrices; z of h and e, or of both over their rms."""
     backbone = tiny_emu3()
-    heads = new_heads(HeadsConfig(right=1, down=0, width=5), backbone)
+    heads = new_heads(HeadsConfig(right=1, down=0, width=5, norm_inputs=norm_inputs), backbone)
     head = heads.right1
-    h, e = torch.randn(2, 32), torch.randn(2, 32)
+    h, e = 7 * torch.randn(2, 32), 0.1 * torch.randn(2, 32)
+    predicted = heads(h, e, (0, 1))
+    if norm_inputs:
+        h, e = (s / (s.square().mean(-1, keepdim=True) + 1e-6).sqrt() for s in (h, e))
     base = torch.cat([h, e], -1) @ head.project.weight.T
     normed = base / (base.square().mean(-1, keepdim=True) + 1e-6).sqrt() * head.norm.weight
     gate, up = normed @ head.gate_up.weight[:5].T, normed @ head.gate_up.weight[5:].T
     expected = base + (gate * torch.sigmoid(gate) * up) @ head.down.weight.T
-    torch.testing.assert_close(heads(h, e, (0, 1)), expected)
+    torch.testing.assert_close(predicted, expected)
     D, w = 32, 5
     assert sum(p.numel() for p in heads.parameters()) == 2 * D * D + 3 * D * w + D
 

@@ -24,9 +24,11 @@ FORMS = {
     "shared": OFFSETS | {"shared": True, "rank": 5},
     "shared, low rank, behind the norm": OFFSETS | {"shared": True, "project_rank": 7, "target": "h_post"},
     "low rank": OFFSETS | {"project_rank": 7},
+    "normed": OFFSETS | {"norm_inputs": True},
     "1D": {"right": 3, "down": 0, "target": "token"},
     "chain": {"kind": "chain"},
     "chain, wide": {"kind": "chain", "rows": 2, "lefts": 2, "recent": 2, "project_rank": 7},
+    "chain, normed": {"kind": "chain", "lefts": 2, "recent": 2, "norm_inputs": True},
     "chain behind the norm": {"kind": "chain", "target": "h_post", "lefts": 2, "recent": 1},
     "chain on tokens": {"kind": "chain", "target": "token"},
 }
@@ -75,7 +77,7 @@ def test_folders_written_before_there_were_options_load(tmp_path: Path) -> None:
         heads = new_heads(HeadsConfig(kind=kind, **fields), backbone)
         heads.save_pretrained(tmp_path / kind)
         config = json.loads((tmp_path / kind / "config.json").read_text())
-        assert not {"shared", "project_rank", "rows", "lefts", "recent"} & set(config)
+        assert not {"shared", "project_rank", "rows", "lefts", "recent", "norm_inputs"} & set(config)
         assert MTPHeads.from_pretrained(tmp_path / kind, backbone).config == heads.config
 
 

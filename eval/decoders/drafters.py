@@ -58,9 +58,7 @@ class ChainDrafter(Drafter):
         self.no_left = canvas.backbone.image_vocab_size
         self.kept = Sliding(self._trunk)
 
-    def _trunk(
-        self, first: Sequence[int], count: int, near: tuple[Tensor, Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _trunk(self, first: Sequence[int], count: int, near: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the tables add the left token's part to: (B, K, G, V + D), or (B, K, G, D), and (B, K, G, 2 r)."""
         canvas = self.canvas
         T = canvas.grid.positions
@@ -75,7 +73,8 @@ class ChainDrafter(Drafter):
             inside = inside & (index < torch.tensor(self.first, device=start.device)[:, None, None])
             rows = torch.arange(len(first), device=start.device)[:, None, None]
             h, e = canvas.hidden[:, rows, index], canvas.backbone.embed(canvas.tokens[rows, index])
-        t, c = self.heads.look(h, e, inside, near)  # h (G, B, K, N, D), e (B, K, N, D) -> (G, B, K, D), (G, B, K, 2 r)
+        cells = self.heads.squeeze(h, e)  # h (G, B, K, N, D), e (B, K, N, D) -> (G, B, K, N, cell)
+        t, c = self.heads.look(cells, inside, near)  # (G, B, K, D), (G, B, K, 2 r)
         return self.tables.base(t).movedim(0, 2), c.movedim(0, 2)
 
     def _near(self, first: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
@@ -86,7 +85,7 @@ class ChainDrafter(Drafter):
         distance = distance * (newest[:, None] % W + distance < W)  # (B, K), never across a row's end
         rows = torch.arange(len(first), device=newest.device)
         h, e = canvas.hidden[:, rows, newest], canvas.backbone.embed(canvas.tokens[rows, newest])  # (G, B, D), (B, D)
-        return self._trunk(first, count, (h[:, :, None], e[:, None], distance))
+        return self._trunk(first, count, self.heads.newest(h[:, :, None], e[:, None], distance))
 
     def open(self, canvas: Canvas, first: Sequence[int], count: int) -> None:
         self.first = list(first)
