@@ -9,14 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftgrid.eval.decoders import DecodeResult, decode
-    from draftgrid.heads.backbones import Backbone, load_backbone
-    from draftgrid.heads.chain import ChainHeads
-    from draftgrid.heads.config import HeadsConfig
-    from draftgrid.heads.grid import TokenGrid
-    from draftgrid.heads.mtp import MTPHeads
-    from draftgrid.heads.offsets import OffsetHeads
-    from draftgrid.heads.tokenizers import ImageTokenizer, load_tokenizer
+    from draftgrid.eval.decoders import DecodeResult as DecodeResult
+    from draftgrid.eval.decoders import decode as decode
+    from draftgrid.heads.backbones import Backbone as Backbone
+    from draftgrid.heads.backbones import load_backbone as load_backbone
+    from draftgrid.heads.chain import ChainHeads as ChainHeads
+    from draftgrid.heads.config import HeadsConfig as HeadsConfig
+    from draftgrid.heads.grid import TokenGrid as TokenGrid
+    from draftgrid.heads.mtp import MTPHeads as MTPHeads
+    from draftgrid.heads.offsets import OffsetHeads as OffsetHeads
+    from draftgrid.heads.tokenizers import ImageTokenizer as ImageTokenizer
+    from draftgrid.heads.tokenizers import load_tokenizer as load_tokenizer
 
 _HOME = {
     "Backbone": "heads.backbones",
@@ -32,19 +35,7 @@ _HOME = {
     "load_tokenizer": "heads.tokenizers",
 }
 
-__all__ = [
-    "Backbone",
-    "ChainHeads",
-    "DecodeResult",
-    "HeadsConfig",
-    "ImageTokenizer",
-    "MTPHeads",
-    "OffsetHeads",
-    "TokenGrid",
-    "decode",
-    "load_backbone",
-    "load_tokenizer",
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

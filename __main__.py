@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import get_type_hints
 
 COMMANDS = {
     "train": ("train", "train heads on a frozen backbone, or the demo's backbone"),
@@ -41,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: unknown command {name!r}. {suggest(name, list(COMMANDS))}", file=sys.stderr)
         sys.exit(2)
     sys.argv[:] = [f"draftgrid {name}", *rest]  # as if the command had been started alone
-    importlib.import_module(f"draftgrid.{COMMANDS[name][0]}").command()
+    from draftgrid.common.cli import main as run
+
+    module = importlib.import_module(f"draftgrid.{COMMANDS[name][0]}")
+    run(module.run, get_type_hints(module.run)["config"], module.__doc__)
 
 
 if __name__ == "__main__":

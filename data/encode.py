@@ -351,7 +351,5 @@ def run(config: EncodeConfig) -> None:
         print(f"{manifest.samples} samples in {len(manifest.shards)} shards ({skipped}): {config.out}")
 
 
-command = partial(main, run, EncodeConfig, __doc__)
-
 if __name__ == "__main__":
-    command()
+    main(run, EncodeConfig, __doc__)

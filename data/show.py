@@ -6,7 +6,6 @@ Prints what it holds and writes a contact sheet decoded from its codes.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +67,5 @@ def run(config: ShowConfig) -> None:
     print(f"  contact sheet: {path}")
 
 
-command = partial(main, run, ShowConfig, __doc__)
-
 if __name__ == "__main__":
-    command()
+    main(run, ShowConfig, __doc__)

@@ -6,7 +6,6 @@ Looks at every hash, every sample and the counts.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -47,7 +46,5 @@ def run(config: VerifyConfig) -> None:
     print(f"{config.dir}: {manifest.samples} samples in {len(manifest.shards)} shards, all hashes and samples right")
 
 
-command = partial(main, run, VerifyConfig, __doc__)
-
 if __name__ == "__main__":
-    command()
+    main(run, VerifyConfig, __doc__)

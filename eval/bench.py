@@ -3,12 +3,10 @@
 draftgrid bench images=16 out=runs/bench
 draftgrid bench suite=all
 draftgrid bench calibrate=true decoders=ssd_coupled
-draftgrid bench backbone=random:emu3        (latency alone: random weights at full size, see eval/latency.py)
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -27,8 +25,7 @@ from draftgrid.eval.calibrate import calibrate, windowed
 from draftgrid.eval.calibrate import table as calibrate_table
 from draftgrid.eval.chart import speed_chart
 from draftgrid.eval.decoders import Sampling, Stats
-from draftgrid.eval.latency import LatencyConfig, milliseconds
-from draftgrid.eval.latency import run as run_latency
+from draftgrid.eval.latency import milliseconds
 from draftgrid.eval.measure import Plan, Run, accept_cost, batches, interpolate, lengths_on, measure, speedup, step_cost
 from draftgrid.eval.metrics.likelihood import bootstrap, likelihood
 from draftgrid.eval.setup import DecoderSpec, EvalConfig, Loaded, load, parse_decoders, spread
@@ -46,15 +43,9 @@ class BenchConfig(EvalConfig):
     quality_batch: int = key(8, "pictures drawn together where nothing is timed", least=1)
     guidances: list[float] = key(list, "several guidance scales, each in OUT/guidanceN; empty = `guidance`, or suite's")
     calibrate: bool = key(False, "only print what each window costs, for the decoders that have one")
-    layers: int = key(0, "of backbone=random:FAMILY, the first N transformer layers; 0 = all", least=0)
     smoke: bool = key(False, "2 pictures, once, one guidance; of suite=all each decoder once with each kind of heads")
     columns: int = key(8, "pictures a row on the sheet", least=1)
-    out: str = key("runs/bench", "folder for bench.json, sheet.png and speed.png (or calibrate.json, latency.json)")
-
-
-PREFIX = "random:"
-LATENCY = ("backbone", "layers", "grid", "decoders", "repeats", "compile", "device", "out", "smoke")
-"""Keys that backbone=random:FAMILY takes; `compile` changes nothing, for it is measured eagerly and compiled."""
+    out: str = key("runs/bench", "folder for bench.json, sheet.png and speed.png (or calibrate.json)")
 
 
 @dataclass(frozen=True)
@@ -225,19 +216,7 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join([*lines, f"machine: {report['machine']}"])
 
 
-def accept_line(cost: dict[str, float]) -> str:
-    return (
-        f"accept step, 2 x 96 positions of 32,768 codes, in softmaxes of {1000 * cost['softmax_seconds']:.1f} ms: "
-        f"maximal {cost['maximal']:.1f}, gumbel {cost['gumbel']:.1f}; filters: top-k {cost['top_k']:.0f}, "
-        f"top-p {cost['top_p']:.0f}"
-    )
-
-
 def run(config: BenchConfig) -> None:
-    if config.backbone.startswith(PREFIX):
-        return latency(config)
-    if config.layers:
-        raise ValueError(f"layers is {config.layers}; only backbone={PREFIX}FAMILY can have fewer than its own")
     config = replace(config)  # the caller's own stays as it is
     decoders, samplings, plan = resolve(config)
     need("matplotlib", use="speed.png")
@@ -256,20 +235,10 @@ def run(config: BenchConfig) -> None:
     if config.suite == "all" and not config.smoke:
         cost = accept_cost(loaded.backbone.device)
         write_json(Path(config.out) / "accept_step.json", cost)
-        print(accept_line(cost))
+        softmax = 1000 * cost.pop("softmax_seconds")
+        print(f"accept step, 2 x 96 positions of 32,768 codes, in softmaxes of {softmax:.1f} ms:", end=" ")
+        print(*(f"{name} {price:.1f}" for name, price in cost.items()), sep=", ")
 
-
-def latency(config: BenchConfig) -> None:
-    """backbone=random:FAMILY. Raises ValueError for a key that means nothing there."""
-    for name, default in vars(BenchConfig()).items():
-        if name not in LATENCY and (value := getattr(config, name)) != default:
-            raise ValueError(f"{name} is {value!r}; with backbone={config.backbone} only latency is measured")
-    same = {name: getattr(config, name) for name in ("layers", "grid", "repeats", "device", "out", "smoke")}
-    decoders = config.decoders or LatencyConfig.decoders
-    run_latency(LatencyConfig(backbones=config.backbone.removeprefix(PREFIX), decoders=decoders, **same))
-
-
-command = partial(main, run, BenchConfig, __doc__)
 
 if __name__ == "__main__":
-    command()
+    main(run, BenchConfig, __doc__)

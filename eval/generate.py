@@ -87,7 +87,5 @@ def _advance(bar: tqdm, before: int, batch: int, rows: int, _: object) -> None:
     bar.update(before + rows * batch - bar.n)
 
 
-command = partial(main, run, GenerateConfig, __doc__)
-
 if __name__ == "__main__":
-    command()
+    main(run, GenerateConfig, __doc__)

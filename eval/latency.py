@@ -50,7 +50,7 @@ CAPTION = ["random"]
 class LatencyConfig:
     backbones: str = key(",".join(families()), "families, comma-separated")
     layers: int = key(0, "transformer layers, the first N; 0 = all of them", least=0)
-    grid: list[int] = key(list, "[rows, columns] of one family; empty = its own", least=1)
+    grid: list[int] = key(list, "[rows, columns] of one family; empty = its own", least=1, items="rows, columns")
     decoders: str = key("ssd,ssd:rows_in_flight=2", "comma-separated; of kinds whose steps do not depend on weights")
     repeats: int = key(3, "pictures per decoder; medians are reported", least=1)
     compile: bool = key(True, "measure compiled as well")
@@ -68,8 +68,8 @@ def check(config: LatencyConfig) -> tuple[list[str], list[DecoderSpec]]:
     names = [name.strip() for name in config.backbones.split(",")]
     for name in names:
         find_family(name)
-    if config.grid and (len(config.grid) != 2 or len(names) > 1):
-        raise ValueError(f"grid is {config.grid}; use [rows, columns], and with one family in backbones")
+    if config.grid and len(names) > 1:
+        raise ValueError(f"grid is {config.grid} and backbones {config.backbones}; give a grid to one family alone")
     decoders = parse_decoders(config.decoders)
     for d in decoders:
         if d.name != "ssd":
@@ -89,9 +89,8 @@ def run(config: LatencyConfig) -> None:
     bar = tqdm(total=total, desc="latency", unit="measurement", smoothing=0.05)
     report: dict[str, Any] = {"machine": machine(), "torch": torch.__version__, "families": []}
     for name in names:
-        grid = (config.grid[0], config.grid[1]) if config.grid else None
         bar.set_postfix_str(name)
-        backbone = random_backbone(name, config.layers, grid, device=device, narrow=config.smoke)
+        backbone = random_backbone(name, config.layers, config.grid or None, device=device, narrow=config.smoke)
         found = measure_family(backbone, decoders, config.repeats, config.compile, bar)
         report["families"].append(found)
         write_json(Path(config.out) / "latency.json", report)
@@ -226,7 +225,5 @@ def milliseconds(cost: dict[str, float]) -> str:
     return ", ".join(f"{n}: {1000 * t:.1f}" for n, t in cost.items())
 
 
-command = partial(main, run, LatencyConfig, __doc__, plain=True)
-
 if __name__ == "__main__":
-    command()
+    main(run, LatencyConfig, __doc__)

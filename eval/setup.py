@@ -28,7 +28,7 @@ class EvalConfig:
     backbone: str = key("emoji", "folder or hub id (org/name@revision) of the backbone; emoji is the demo's own")
     local_files_only: bool = key(False, "ask the hub's cache on this machine alone, never the hub")
     adapter: str = key("", "the backbone's adapter, or your own package.module:Class; '' = what the checkpoint says")
-    grid: list[int] = key(list, "[rows, columns]; empty = what the checkpoint says", least=1)
+    grid: list[int] = key(list, "[rows, columns]; empty = what the checkpoint says", least=1, items="rows, columns")
     tokenizer: str = key("", "folder of the image tokenizer; '' = the backbone's own")
     prompts: str = key("emoji:test", "text file of prompts (one a line), or emoji:train|validation|test")
     images: int = key(8, "pictures: the first N of the prompts, spread evenly", least=1)
@@ -109,13 +109,11 @@ def load(config: EvalConfig, decoders: Sequence[DecoderSpec]) -> Loaded:
     sampling = Sampling(config.guidance, config.temperature, config.top_k, config.top_p)
     prompts = choose(read_prompts(config.prompts), min(config.images, 2) if config.smoke else config.images)
     device = pick_device(config.device)
-    if config.grid and len(config.grid) != 2:
-        raise ValueError(f"grid is {config.grid}; use [rows, columns]")
     place = demo_heads(decoders) if config.heads == "auto" else config.heads
     folders = find_heads(place, decoders, config.local_files_only)
-    grid = (config.grid[0], config.grid[1]) if config.grid else None
     hub: dict[str, Any] = {"local_files_only": config.local_files_only}
-    backbone = load_backbone(config.backbone, adapter=config.adapter or None, grid=grid, device=device, **hub)
+    how: dict[str, Any] = {"adapter": config.adapter or None, "grid": config.grid or None, "device": device}
+    backbone = load_backbone(config.backbone, **how, **hub)
     heads = {kind: MTPHeads.from_pretrained(folder, backbone, **hub) for kind, folder in folders.items()}
     tokenizer = load_tokenizer(config.tokenizer or config.backbone, device, **hub)
     backbone.check_codes(tokenizer.codebook_size)

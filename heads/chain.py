@@ -85,7 +85,7 @@ class ChainHeads(MTPHeads):
         position = torch.arange(1, self.grid.positions, device=h.device)
         index, inside = self.grid.around(position, self.above)
         near = None
-        if distance is not None:
+        if distance is not None and self.recent is not None:
             distance = distance * (distance <= position % self.grid.width)
             source = (position - distance)[..., None]
             near = self.newest(h.take_along_dim(source, 1), e.take_along_dim(source, 1), distance)

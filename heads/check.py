@@ -11,12 +11,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from draftgrid.common.cli import key, main, suggest
+from draftgrid.common.cli import check_ranges, key, main, suggest
 from draftgrid.common.device import pick_device
 from draftgrid.heads.backbones import Backbone, load_backbone
 from draftgrid.heads.backbones.loading import find_checkpoint
@@ -28,7 +27,7 @@ from draftgrid.heads.tokenizers import ImageTokenizer, load_tokenizer
 class CheckConfig:
     backbone: str = key("emoji", "folder or hub id of the backbone; emoji is the demo's own")
     adapter: str = key("", "the backbone's adapter, or your own package.module:Class; '' = what the checkpoint says")
-    grid: list[int] = key(list, "[rows, columns]; empty = what the checkpoint says")
+    grid: list[int] = key(list, "[rows, columns]; empty = what the checkpoint says", least=1, items="rows, columns")
     tokenizer: str = key("", "folder of the image tokenizer; '' = the backbone's own")
     dtype: str = key("auto", f"{', '.join(DTYPES)}; auto = float32 on a CPU, bfloat16 on a GPU")
     device: str = key("auto", "auto, cpu, cuda, cuda:1, ...")
@@ -78,13 +77,11 @@ def run(config: CheckConfig) -> None:
     begun = time.perf_counter()
     if config.dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype is {config.dtype!r}; use auto or a float type. {suggest(config.dtype, list(DTYPES))}")
-    if config.grid and (len(config.grid) != 2 or min(config.grid) < 1):
-        raise ValueError(f"grid is {config.grid}; use [rows, columns]")
+    check_ranges(config)
     device = pick_device(config.device)
-    grid = (config.grid[0], config.grid[1]) if config.grid else None
     tokenizer, reason = open_tokenizer(config)
     adapter, dtype = config.adapter or None, DTYPES.get(config.dtype)
-    backbone = load_backbone(config.backbone, adapter=adapter, grid=grid, dtype=dtype, device=device)
+    backbone = load_backbone(config.backbone, adapter=adapter, grid=config.grid or None, dtype=dtype, device=device)
     tokenizer = tokenizer and tokenizer.to(device)
     lines = check(backbone, tokenizer, rows=1 if config.smoke else config.rows, seed=config.seed, reason=reason)
     failed = [line.name for line in lines if line.ok is False]
@@ -95,7 +92,5 @@ def run(config: CheckConfig) -> None:
     print(f"all {sum(line.ok is True for line in lines)} lines hold, {seconds}")
 
 
-command = partial(main, run, CheckConfig, __doc__)
-
 if __name__ == "__main__":
-    command()
+    main(run, CheckConfig, __doc__)

@@ -225,14 +225,8 @@ def load_model(model_class: Any, folder: Path, like: str, dtype: Any = None, dev
     logging._tqdm_active = False  # its disable_progress_bar would reach the hub's bars too
     try:
         with indexed(folder) as place:
-            model, info = model_class.from_pretrained(
-                place,
-                dtype=dtype or "auto",
-                output_loading_info=True,
-                local_files_only=True,
-                ignore_mismatched_sizes=True,
-                device_map=device_map,
-            )
+            how = dict.fromkeys(("output_loading_info", "local_files_only", "ignore_mismatched_sizes"), True)
+            model, info = model_class.from_pretrained(place, dtype=dtype or "auto", device_map=device_map, **how)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no checkpoint like {like}: {str(error).splitlines()[0]}") from None
     except (ValueError, ImportError) as error:

@@ -15,7 +15,7 @@ from draftgrid.common.cli import main
 from draftgrid.data import bench as data_bench
 from draftgrid.data import encode, show, verify
 from draftgrid.eval import bench, generate, latency
-from draftgrid.recipes.launch.schema import DEFAULT, RECIPES, TrainConfig
+from draftgrid.recipes.launch.schema import TrainConfig
 from draftgrid.recipes.plan.loss_memory import MemoryConfig
 from tests.conftest import World
 
@@ -59,12 +59,8 @@ def test_a_number_that_cannot_be_meant_is_one_sentence_before_anything_is_done(
     endless = [".nan", ".inf", "-.inf"] if isinstance(default, dict) else ["nan", "inf", "-inf"]
     whole = isinstance(default, int) or name.endswith("grid")
     for value in [*(["-1"] if name not in ANY_SIGN else []), *([] if whole else endless)]:
-        recipes = (RECIPES, DEFAULT) if command == "train" else (None, "")
-        plain = command == "latency"
         with pytest.raises(SystemExit) as ended:
-            main(
-                lambda _: pytest.fail("run"), SCHEMAS[command], None, *recipes, [f"{name}={form.format(value)}"], plain
-            )
+            main(lambda _: pytest.fail("run"), SCHEMAS[command], None, [f"{name}={form.format(value)}"])
         said = capsys.readouterr().err
         assert ended.value.code == 2 and said.startswith(f"error: {name} is ") and "; use a" in said, said
         assert said.count("\n") == 1

@@ -204,7 +204,7 @@ def test_without_gpu_data_or_checkpoint_one_sentence_says_what_to_set(
 
     def said(*keys: str) -> str:
         with pytest.raises(SystemExit) as end:
-            main(train.run, TrainConfig, train.__doc__, RECIPES, DEFAULT, [f"recipe={name}_{kind}", *keys])
+            main(train.run, TrainConfig, train.__doc__, [f"recipe={name}_{kind}", *keys])
         assert end.value.code == 2
         text = capsys.readouterr().err
         assert text.startswith(f"error: recipe {name}_{kind} cannot run here: ") and text.count("\n") == 1

@@ -57,7 +57,7 @@ def test_help_of_every_command_needs_little_but_torch() -> None:
 @pytest.mark.parametrize(
     ("package", "command", "arguments", "said"),
     [
-        ("hydra", "verify", [], "this needs the package hydra-core (No module named 'hydra'); run: "),
+        ("hydra", "train", [], "this needs the package hydra-core (No module named 'hydra'); run: "),
         ("transformers", "latency", [], "latency needs the package transformers"),
         ("matplotlib", "bench", ["heads=x"], "speed.png needs the package matplotlib"),
         ("lightning", "train", [], "this needs the package lightning"),
@@ -105,7 +105,7 @@ def test_more_than_memory_holds_is_refused_before_a_folder_is_made(
 ) -> None:
     monkeypatch.setattr("draftgrid.recipes.launch.build.build", lambda *_: pytest.fail("loaded"))
     with pytest.raises(SystemExit):
-        main(train.run, TrainConfig, None, RECIPES, DEFAULT, [f"recipe={recipe}", f"out={tmp_path / 'run'}", key])
+        main(train.run, TrainConfig, None, [f"recipe={recipe}", f"out={tmp_path / 'run'}", key])
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1
     assert " trained weights and data.batch_size=" in said and "GB of each process, which has " in said

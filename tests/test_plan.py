@@ -449,7 +449,7 @@ class TestCommand:
     )
     def test_what_is_wrong_is_said_in_a_sentence(self, keys: list[str], words: list[str], capsys) -> None:
         with pytest.raises(SystemExit) as end:
-            main(train.run, TrainConfig, train.__doc__, RECIPES, DEFAULT, ["plan=true", *keys])
+            main(train.run, TrainConfig, train.__doc__, ["plan=true", *keys])
         said = capsys.readouterr().err
         assert end.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1
         assert all(word in said for word in words), said

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -86,9 +87,8 @@ def test_keys_of_what_needs_weights_are_right(line: str) -> None:
     """Composed as the command would, up to the moment when it looks for files."""
     words = shlex.split(line)
     assert words[0] == "draftgrid" and words[1] in COMMANDS
-    command = importlib.import_module(f"draftgrid.{COMMANDS[words[1]][0]}").command
-    _, schema, _, *recipes = command.args
-    config = compose(schema, words[2:], *recipes)
+    schema = get_type_hints(importlib.import_module(f"draftgrid.{COMMANDS[words[1]][0]}").run)["config"]
+    config = compose(schema, words[2:], *getattr(schema, "recipes", ()))
     if hasattr(config, "recipe"):
         config.check()
 

@@ -6,7 +6,6 @@ One process, no GPU and no backbone, whatever strategy and number of ranks wrote
 """
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,5 @@ def run(config: ExportConfig) -> None:
     print(f"{source} -> {out}")
 
 
-command = partial(main, run, ExportConfig, __doc__)
-
 if __name__ == "__main__":
-    command()
+    main(run, ExportConfig, __doc__)

@@ -1,5 +1,6 @@
 """Loading a backbone from a folder, from the hub, or the demo's, with the adapter it needs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def load_backbone(
     checkpoint: str | Path = "emoji",
     *,
     adapter: str | None = None,
-    grid: tuple[int, int] | None = None,
+    grid: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     device_map: Any = None,
@@ -88,7 +89,7 @@ def load_backbone(
         dtype = torch.float32 if device_map is None and torch.device(device).type == "cpu" else torch.bfloat16
     path = find_checkpoint(checkpoint, revision, local_files_only)
     card = read_card(path)
-    settings = {"grid": grid or card.get("grid"), "unconditional": card.get("unconditional")}
+    settings = {"grid": (grid and tuple(grid)) or card.get("grid"), "unconditional": card.get("unconditional")}
     given = {k: v for k, v in settings.items() if v is not None}
     kind = adapter_class(adapter or card.get("adapter"), f"{path}/config.json")
     backbone = kind.from_pretrained(path, dtype=dtype, device_map=device_map, **given)

@@ -1,5 +1,6 @@
 """The published architectures at full size with random weights: to know what a forward costs takes no checkpoint."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ PROMPT, UNCONDITIONAL = 64, 48
 def random_backbone(
     kind: str,
     layers: int = 0,
-    grid: tuple[int, int] | None = None,
+    grid: Sequence[int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
     narrow: bool = False,

@@ -167,7 +167,7 @@ def make_backbone(config: TrainConfig, tokenizer: ImageTokenizer, accelerator: s
         return load_backbone(
             b.place,
             adapter=b.adapter or None,
-            grid=(b.grid[0], b.grid[1]) if b.grid else None,
+            grid=b.grid or None,
             dtype=torch.bfloat16 if half else torch.float32,
             local_files_only=b.local_files_only,
         )

@@ -120,19 +120,9 @@ class Job:
         from draftgrid.eval.setup import EvalConfig, load, parse_decoders
 
         config, s, b = self.config, self.config.sheet, self.config.backbone
-        settings = EvalConfig(
-            heads=str(heads),
-            backbone=b.place,
-            local_files_only=b.local_files_only,
-            adapter=b.adapter,
-            grid=b.grid,
-            tokenizer=b.tokenizer,
-            prompts=s.prompts,
-            images=s.images,
-            guidance=config.decoding.guidance,
-            top_k=config.decoding.top_k,
-            seed=config.seed,
-        )
+        same = {name: getattr(b, name) for name in ("local_files_only", "adapter", "grid", "tokenizer")}
+        drawn: dict[str, Any] = {"prompts": s.prompts, "images": s.images, **vars(config.decoding)}
+        settings = EvalConfig(str(heads), b.place, seed=config.seed, **same, **drawn)
         offsets = f"ssd:rounds={s.rounds}" if config.heads.down else "mtp1d"
         decoders = parse_decoders(f"ar,{'ssd_coupled' if config.heads.kind == 'chain' else offsets}")
         plan = Plan(repeats=1, seed=config.seed, warm_up=not config.smoke)

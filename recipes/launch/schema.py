@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from draftgrid.common.cli import check_ranges, key
 from draftgrid.common.settings import one_of
@@ -21,7 +22,7 @@ class BackboneConfig:
     revision: str = key("", "of a hub id: branch, tag or commit; '' = the main branch")
     local_files_only: bool = key(False, "ask the hub's cache on this machine alone, never the hub")
     adapter: str = key("", "emu3, janus_pro, lumina_mgpt or your package.module:Class; '' = what the checkpoint says")
-    grid: list[int] = key(list, "[rows, columns] of image tokens; empty = what the checkpoint says", least=1)
+    grid: list[int] = key(list, "[rows, columns]; empty = what the checkpoint says", least=1, items="rows, columns")
     tokenizer: str = key("", "folder of the image tokenizer; '' = the checkpoint's own")
     codes: int = key(512, "task=backbone: size of the codebook to fit", least=1)
     size: Emu3Size = field(default_factory=Emu3Size)
@@ -33,8 +34,6 @@ class BackboneConfig:
 
     def check(self) -> None:
         """Raises ValueError naming the field."""
-        if self.grid and len(self.grid) != 2:
-            raise ValueError(f"backbone.grid is {self.grid}; use [rows, columns]")
         if self.revision and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.checkpoint):
             raise ValueError(
                 f"backbone.revision is {self.revision!r}, but backbone.checkpoint {self.checkpoint!r} is no hub id "
@@ -84,6 +83,7 @@ class AssumeConfig:
 
 @dataclass
 class TrainConfig:
+    recipes: ClassVar = RECIPES, DEFAULT
     recipe: str = key(DEFAULT, "a shipped recipe's name, or a .yaml file of your own, which may have a `base:`")
     task: str = key("heads", "heads on a frozen backbone, or backbone (the demo's own)")
     out: str = key("", "run folder; '' = runs/RECIPE")

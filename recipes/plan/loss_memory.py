@@ -9,7 +9,6 @@ process hide one another, so a process measures once. On a CPU it needs Linux's 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -93,7 +92,5 @@ def run(config: MemoryConfig) -> None:
     print(f"chunk {config.chunk}: {peak / 1e6:.1f} MB above the level before the loss; loss {losses[0]:.7f}")
 
 
-command = partial(main, run, MemoryConfig, __doc__)
-
 if __name__ == "__main__":
-    command()
+    main(run, MemoryConfig, __doc__)
